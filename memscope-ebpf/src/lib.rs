@@ -1,0 +1,225 @@
+//! The wire: what the BPF programs and the collector agree on.
+//!
+//! Every type is `#[repr(C)]` without implicit padding and has the same layout on every target (asserted at
+//! the bottom). The programs are of a few shapes and know no library: a [`Site`] tells them which argument
+//! means what.
+#![no_std]
+
+/// Changes whenever a layout below changes. The object embedded in the tool always matches; the number is
+/// there for recorded streams.
+pub const WIRE_VERSION: u32 = 1;
+
+/// Sites that can be attached at one time.
+pub const MAX_SITES: u32 = 4096;
+/// Processes that can be followed at one time.
+pub const MAX_TARGETS: u32 = 16384;
+/// Calls that can be between entry and return at one time, over all threads.
+pub const MAX_IN_FLIGHT: u32 = 16384;
+/// Bytes of a name record's text; longer texts are cut and flagged.
+pub const NAME_LEN: usize = 104;
+/// Bytes of a mark record's text.
+pub const MARK_LEN: usize = 256;
+/// Bytes of a mark record's domain.
+pub const DOMAIN_LEN: usize = 32;
+
+/// Integer and pointer arguments kept of a call.
+pub const ARGS: usize = 6;
+
+/// What a site's programs read. An element of the map `SITES`, indexed by the attach cookie.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Site {
+    /// [`SITE_ANY`]: every process; [`SITE_TARGETS`]: those in the map `TARGETS`; else the one process to
+    /// observe.
+    pub tgid: u32,
+    /// Argument that holds (the way to) the main datum: a text, a structure.
+    pub arg: u8,
+    /// Pointers to follow from `args[arg] + offset` to the datum.
+    pub derefs: u8,
+    /// Added to `args[arg]` before anything is followed.
+    pub offset: u16,
+    /// Out-pointer read on return when the call succeeded; [`NO_ARG`]: none.
+    pub out: u8,
+    /// Argument that holds the domain of a mark; [`NO_ARG`]: none.
+    pub domain: u8,
+    /// A [`ret`] value: when the call counts as a success.
+    pub ret: u8,
+    pub reserved: u8,
+}
+
+pub const SITE_ANY: u32 = u32::MAX;
+pub const SITE_TARGETS: u32 = u32::MAX - 1;
+pub const NO_ARG: u8 = u8::MAX;
+
+/// What a return value says.
+pub mod ret {
+    /// 0 (as an i32) is success: CANN's convention.
+    pub const ZERO_IS_OK: u8 = 0;
+    /// The value itself is the result, null is failure: allocators that return the address.
+    pub const IS_RESULT: u8 = 1;
+}
+
+/// Why records of a site are missing or incomplete. A per-CPU element of the map `COUNTERS`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Times the site was hit by an observed process.
+    pub hits: u64,
+    /// Records that found no room in the ring buffer.
+    pub ring_full: u64,
+    /// Calls whose entry could not be kept (`IN_FLIGHT` full): their return is not reported.
+    pub map_full: u64,
+    /// Returns without a kept entry (the call began before attach, or its entry was lost).
+    pub unmatched: u64,
+    /// Records sent with [`flags::UNREADABLE`].
+    pub unreadable: u64,
+}
+
+/// Kinds of records.
+pub mod kind {
+    /// [`Call`](super::Call): a function was entered.
+    pub const ENTER: u16 = 1;
+    /// [`Call`](super::Call): a function returned; carries what was kept at entry.
+    pub const RETURN: u16 = 2;
+    /// [`Name`](super::Name).
+    pub const NAME: u16 = 3;
+    /// [`Mark`](super::Mark).
+    pub const MARK: u16 = 4;
+    /// [`Report`](super::Report): a structure that an argument points to.
+    pub const REPORT: u16 = 5;
+    /// [`Header`](super::Header) only: `exec` of an observed process.
+    pub const EXEC: u16 = 6;
+    /// [`Fork`](super::Fork).
+    pub const FORK: u16 = 7;
+    /// [`Header`](super::Header) only: the dynamic linker has mapped or unmapped libraries.
+    pub const MAPPED: u16 = 8;
+}
+
+/// Completeness flags of a record.
+pub mod flags {
+    /// User memory that belongs to the record could not be read (not present, or a bad pointer).
+    pub const UNREADABLE: u16 = 1 << 0;
+    /// The text was longer than the record.
+    pub const TRUNCATED: u16 = 1 << 1;
+    /// The call failed by its return value; out-pointers were not read.
+    pub const FAILED: u16 = 1 << 2;
+}
+
+/// Head of every record.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Header {
+    /// `bpf_ktime_get_ns` (CLOCK_MONOTONIC) when the record was made; of the return, for RETURN.
+    pub time_ns: u64,
+    pub tgid: u32,
+    pub tid: u32,
+    /// Index into `SITES`.
+    pub site: u32,
+    pub kind: u16,
+    pub flags: u16,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Call {
+    pub header: Header,
+    /// Integer arguments at entry. Upper halves of 32-bit arguments are undefined.
+    pub args: [u64; ARGS],
+    /// Return value (RETURN only).
+    pub ret: u64,
+    /// What the out-pointer held, or 0.
+    pub out: u64,
+    /// The first 32 bytes that `Site::arg` pointed to at entry, where the program reads a structure.
+    pub extra: [u64; 4],
+}
+
+/// A text by its address in an argument: an operator's or a kernel's name.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Name {
+    pub header: Header,
+    pub args: [u64; 4],
+    /// Address of the text in the process.
+    pub address: u64,
+    pub len: u32,
+    pub reserved: u32,
+    pub text: [u8; NAME_LEN],
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mark {
+    pub header: Header,
+    pub args: [u64; 4],
+    /// Address of the text in the process.
+    pub address: u64,
+    pub len: u32,
+    pub domain_len: u32,
+    pub domain: [u8; DOMAIN_LEN],
+    pub text: [u8; MARK_LEN],
+}
+
+/// 56 bytes of a structure: torch_npu's `MemoryUsage`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Report {
+    pub header: Header,
+    pub words: [u64; 7],
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Fork {
+    pub header: Header,
+    pub child: u32,
+    pub reserved: u32,
+}
+
+/// What is kept of a call between its entry and its return.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct InFlight {
+    pub args: [u64; ARGS],
+    /// Stack pointer at entry: a return at another depth belongs to another call.
+    pub sp: u64,
+    pub extra: [u64; 4],
+    pub flags: u64,
+}
+
+/// Key of `IN_FLIGHT`: layers nest (`aclrtMalloc` calls `rtMalloc` calls `halMemAlloc`), so each has its own.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct InFlightKey {
+    pub pid_tgid: u64,
+    pub site: u64,
+}
+
+macro_rules! wire {
+    ($($name:ident = $size:expr),* $(,)?) => {
+        $(
+            const _: () = assert!(core::mem::size_of::<$name>() == $size);
+            #[cfg(feature = "user")]
+            // SAFETY: repr(C), made of integers only, without padding (the size is the sum of the fields).
+            unsafe impl Plain for $name {}
+        )*
+    };
+}
+
+/// Types that may be read from bytes: any bit pattern is a value.
+///
+/// # Safety
+/// `repr(C)`, no padding, no invalid bit patterns, no pointers.
+#[cfg(feature = "user")]
+pub unsafe trait Plain: Copy + 'static {
+    /// Reads the value from the head of `bytes`; `None` when they are too few.
+    fn read(bytes: &[u8]) -> Option<Self> {
+        (bytes.len() >= core::mem::size_of::<Self>())
+            // SAFETY: the length was checked, the read is unaligned, and the trait promises that any bytes do.
+            .then(|| unsafe { bytes.as_ptr().cast::<Self>().read_unaligned() })
+    }
+}
+
+wire! {
+    Site = 12, Counters = 40, Header = 24, Call = 120, Name = 176, Mark = 360, Report = 80, Fork = 32,
+    InFlight = 96, InFlightKey = 16,
+}
