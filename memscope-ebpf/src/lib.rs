@@ -29,8 +29,7 @@ pub const ARGS: usize = 6;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Site {
-    /// [`SITE_ANY`]: every process; [`SITE_TARGETS`]: those in the map `TARGETS`; else the one process to
-    /// observe.
+    /// The one process to observe, or [`SITE_ANY`]: every process that `TARGETS` does not rule out.
     pub tgid: u32,
     /// Argument that holds (the way to) the main datum: a text, a structure.
     pub arg: u8,
@@ -44,12 +43,19 @@ pub struct Site {
     pub domain: u8,
     /// A [`ret`] value: when the call counts as a success.
     pub ret: u8,
-    pub reserved: u8,
+    /// The collector is woken whenever the unread bytes cross a multiple of 2 to this power (8 to 31).
+    pub wake_shift: u8,
 }
 
 pub const SITE_ANY: u32 = u32::MAX;
-pub const SITE_TARGETS: u32 = u32::MAX - 1;
 pub const NO_ARG: u8 = u8::MAX;
+
+/// Values of `TARGETS`, the verdict on a process. A process without an entry is observed at [`SITE_ANY`]
+/// sites, so that none is missed before the collector has judged it.
+pub mod verdict {
+    pub const IGNORE: u32 = 0;
+    pub const OBSERVE: u32 = 1;
+}
 
 /// What a return value says.
 pub mod ret {
@@ -89,10 +95,8 @@ pub mod kind {
     pub const REPORT: u16 = 5;
     /// [`Header`](super::Header) only: `exec` of an observed process.
     pub const EXEC: u16 = 6;
-    /// [`Fork`](super::Fork).
-    pub const FORK: u16 = 7;
     /// [`Header`](super::Header) only: the dynamic linker has mapped or unmapped libraries.
-    pub const MAPPED: u16 = 8;
+    pub const MAPPED: u16 = 7;
 }
 
 /// Completeness flags of a record.
@@ -167,21 +171,11 @@ pub struct Report {
     pub words: [u64; 7],
 }
 
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Fork {
-    pub header: Header,
-    pub child: u32,
-    pub reserved: u32,
-}
-
 /// What is kept of a call between its entry and its return.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct InFlight {
     pub args: [u64; ARGS],
-    /// Stack pointer at entry: a return at another depth belongs to another call.
-    pub sp: u64,
     pub extra: [u64; 4],
     pub flags: u64,
 }
@@ -220,6 +214,6 @@ pub unsafe trait Plain: Copy + 'static {
 }
 
 wire! {
-    Site = 12, Counters = 40, Header = 24, Call = 120, Name = 176, Mark = 360, Report = 80, Fork = 32,
-    InFlight = 96, InFlightKey = 16,
+    Site = 12, Counters = 40, Header = 24, Call = 120, Name = 176, Mark = 360, Report = 80,
+    InFlight = 88, InFlightKey = 16,
 }

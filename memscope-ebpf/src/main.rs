@@ -1,0 +1,22 @@
+//! The BPF programs of memscope-trace, a file for each kind of thing they observe.
+#![no_std]
+#![no_main]
+#![feature(asm_experimental_arch)]
+
+mod call;
+mod process;
+mod regs;
+mod report;
+mod site;
+mod text;
+mod user;
+
+/// The programs call helpers that the kernel gives to GPL-compatible ones only.
+#[unsafe(no_mangle)]
+#[unsafe(link_section = "license")]
+pub static LICENSE: [u8; 13] = *b"Dual MIT/GPL\0";
+
+#[panic_handler]
+fn panic(_info: &core::panic::PanicInfo<'_>) -> ! {
+    loop {}
+}

@@ -1,0 +1,53 @@
+//! Registers of the probed thread, read from the program's context by plain loads (no helper call).
+
+use core::ffi::c_void;
+
+/// The context of a uprobe program: `struct pt_regs` (x86_64) or `struct user_pt_regs` (aarch64).
+#[derive(Clone, Copy)]
+pub struct Regs(*const u64);
+
+#[cfg(bpf_target_arch = "x86_64")]
+mod layout {
+    /// Indices of rdi, rsi, rdx, rcx, r8, r9 in `struct pt_regs`.
+    pub const ARGS: [usize; 6] = [14, 13, 12, 11, 9, 8];
+    /// rax.
+    pub const RET: usize = 10;
+}
+
+#[cfg(bpf_target_arch = "aarch64")]
+mod layout {
+    pub const ARGS: [usize; 6] = [0, 1, 2, 3, 4, 5];
+    pub const RET: usize = 0;
+}
+
+impl Regs {
+    #[inline(always)]
+    pub fn new(ctx: *mut c_void) -> Self {
+        Self(ctx.cast_const().cast())
+    }
+
+    #[inline(always)]
+    pub fn arg<const N: usize>(self) -> u64 {
+        // SAFETY: the context is a pt_regs of the target architecture; the verifier checks the access.
+        unsafe { *self.0.add(layout::ARGS[N]) }
+    }
+
+    /// The argument whose number is known at run time only.
+    #[inline(always)]
+    pub fn arg_at(self, n: u8) -> u64 {
+        match n {
+            0 => self.arg::<0>(),
+            1 => self.arg::<1>(),
+            2 => self.arg::<2>(),
+            3 => self.arg::<3>(),
+            4 => self.arg::<4>(),
+            _ => self.arg::<5>(),
+        }
+    }
+
+    #[inline(always)]
+    pub fn ret(self) -> u64 {
+        // SAFETY: as in `arg`.
+        unsafe { *self.0.add(layout::RET) }
+    }
+}

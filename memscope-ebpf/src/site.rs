@@ -1,0 +1,139 @@
+//! What every program does first and last: who was hit, is it to be observed, and sending the record.
+
+use core::{arch::asm, ffi::c_void};
+
+use aya_ebpf::{
+    bindings::{BPF_RB_AVAIL_DATA, BPF_RB_FORCE_WAKEUP, BPF_RB_NO_WAKEUP},
+    helpers::{
+        bpf_get_current_pid_tgid,
+        generated::{bpf_get_attach_cookie, bpf_ktime_get_ns},
+    },
+    macros::map,
+    maps::{Array, HashMap, PerCpuArray, RingBuf, ring_buf::RingBufEntry},
+};
+use memscope_ebpf::{
+    Counters, Header, InFlight, InFlightKey, MAX_IN_FLIGHT, MAX_SITES, MAX_TARGETS, SITE_ANY, Site, verdict,
+};
+
+/// The size is set by the loader.
+#[map]
+static RECORDS: RingBuf = RingBuf::with_byte_size(64 * 1024, 0);
+#[map]
+static SITES: Array<Site> = Array::with_max_entries(MAX_SITES, 0);
+#[map]
+static COUNTERS: PerCpuArray<Counters> = PerCpuArray::with_max_entries(MAX_SITES, 0);
+#[map]
+pub static TARGETS: HashMap<u32, u32> = HashMap::with_max_entries(MAX_TARGETS, 0);
+#[map]
+pub static IN_FLIGHT: HashMap<InFlightKey, InFlight> = HashMap::with_max_entries(MAX_IN_FLIGHT, 0);
+
+/// One hit of a site by an observed process.
+pub struct Hit {
+    pub site: &'static Site,
+    pub index: u32,
+    pub pid_tgid: u64,
+    counters: *mut Counters,
+}
+
+impl Hit {
+    #[inline(always)]
+    pub fn new(ctx: *mut c_void) -> Option<Self> {
+        // On kernels without attach cookies the loader replaces this call by the site's number.
+        // SAFETY: a helper call with the program's own context.
+        let index = unsafe { bpf_get_attach_cookie(ctx) } as u32;
+        let site = SITES.get(index)?;
+        let pid_tgid = bpf_get_current_pid_tgid();
+        let tgid = (pid_tgid >> 32) as u32;
+        if site.tgid == SITE_ANY {
+            // SAFETY: a plain u32, which the collector writes as a whole.
+            if unsafe { TARGETS.get(&tgid) }.is_some_and(|v| *v == verdict::IGNORE) {
+                return None;
+            }
+        } else if site.tgid != tgid {
+            return None;
+        }
+        let counters = COUNTERS.get_ptr_mut(index)?;
+        let hit = Self { site, index, pid_tgid, counters };
+        // SAFETY: `counters` is an element of the map for the life of the program.
+        count(unsafe { &raw mut (*hit.counters).hits });
+        Some(hit)
+    }
+
+    #[inline(always)]
+    pub fn header(&self, kind: u16, flags: u16) -> Header {
+        Header {
+            // SAFETY: a helper call without arguments.
+            time_ns: unsafe { bpf_ktime_get_ns() },
+            tgid: (self.pid_tgid >> 32) as u32,
+            tid: self.pid_tgid as u32,
+            site: self.index,
+            kind,
+            flags,
+        }
+    }
+
+    #[inline(always)]
+    pub fn key(&self) -> InFlightKey {
+        InFlightKey { pid_tgid: self.pid_tgid, site: self.index as u64 }
+    }
+
+    #[inline(always)]
+    pub fn reserve<T: 'static>(&self) -> Option<RingBufEntry<T>> {
+        let entry = RECORDS.reserve::<T>(0);
+        if entry.is_none() {
+            // SAFETY: as in `new`.
+            count(unsafe { &raw mut (*self.counters).ring_full });
+        }
+        entry
+    }
+
+    #[inline(always)]
+    pub fn submit<T: 'static>(&self, entry: RingBufEntry<T>) {
+        entry.submit(wake::<T>(self.site.wake_shift));
+    }
+
+    #[inline(always)]
+    pub fn map_full(&self) {
+        // SAFETY: as in `new`.
+        count(unsafe { &raw mut (*self.counters).map_full });
+    }
+
+    #[inline(always)]
+    pub fn unmatched(&self) {
+        // SAFETY: as in `new`.
+        count(unsafe { &raw mut (*self.counters).unmatched });
+    }
+
+    #[inline(always)]
+    pub fn unreadable(&self) {
+        // SAFETY: as in `new`.
+        count(unsafe { &raw mut (*self.counters).unreadable });
+    }
+}
+
+/// Per-CPU elements still need an atomic add: programs of two threads can interleave on one CPU.
+#[inline(always)]
+fn count(counter: *mut u64) {
+    // Atomics of core need compare-and-swap on this target, which kernels before 5.12 lack; XADD they all have.
+    // SAFETY: `counter` points into a map element, 8-byte aligned.
+    unsafe { asm!("lock *(u64 *)({counter} + 0) += {one}", counter = in(reg) counter, one = in(reg) 1u64) };
+}
+
+/// Wakes the collector by bytes, not by records: each time the unread bytes cross a multiple of 2^shift.
+/// Between, it looks by itself in short intervals.
+#[inline(always)]
+fn wake<T>(shift: u8) -> u64 {
+    let unread = RECORDS.query(BPF_RB_AVAIL_DATA as u64);
+    let before = unread.wrapping_sub(size_of::<T>() as u64 + 8);
+    let shift = shift as u64 & 31;
+    if unread >> shift == before >> shift { BPF_RB_NO_WAKEUP as u64 } else { BPF_RB_FORCE_WAKEUP as u64 }
+}
+
+/// Sends a record that is nothing but a header, and wakes the collector at once.
+#[inline(always)]
+pub fn notify(header: Header) -> bool {
+    let Some(mut entry) = RECORDS.reserve::<Header>(0) else { return false };
+    entry.write(header);
+    entry.submit(BPF_RB_FORCE_WAKEUP as u64);
+    true
+}
