@@ -1,1 +1,36 @@
 //! Reading and writing dumps.
+//!
+//! A dump is a table of twelve columns, one row per event, in the format of msMemScope (current format). The live
+//! collector turns each [`crate::model::Event`] into a [`Row`] and hands it to a [`Pipeline`]; offline verbs read
+//! rows back.
+//! `docs/output-formats.md` describes what is written.
+
+pub mod csv;
+mod modules;
+mod output;
+mod pipeline;
+mod record;
+mod row;
+mod writer;
+
+pub use modules::{module_id, module_name};
+pub use output::{Caller, OutputError};
+pub use pipeline::{Pipeline, Summary};
+pub use row::{AccessKind, Fact, Framework, Place, Row};
+pub use writer::{Config, FileReport, Format, WriteFailure, Writer};
+
+/// Names of the twelve columns, in order.
+pub const COLUMNS: [&str; 12] = [
+    "ID",
+    "Event",
+    "Event Type",
+    "Name",
+    "Timestamp(ns)",
+    "Process Id",
+    "Thread Id",
+    "Device Id",
+    "Ptr",
+    "Attr",
+    "Call Stack(Python)",
+    "Call Stack(C)",
+];

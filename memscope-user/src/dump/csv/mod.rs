@@ -1,0 +1,5 @@
+//! Dumps as CSV.
+
+mod write;
+
+pub(super) use write::{CsvFile, Stopped};

@@ -1,0 +1,215 @@
+//! One CSV file: only whole rows ever reach the file.
+
+use std::borrow::Cow;
+use std::fs::File;
+use std::io::{self, Write};
+
+use crate::dump::COLUMNS;
+use crate::dump::output::Dir;
+use crate::dump::record::{Label, Owner, Record, Value};
+use crate::dump::row::Row;
+use crate::text::sanitize;
+
+/// Bytes gathered before they are written without waiting for a flush.
+const CAPACITY: usize = 64 * 1024;
+
+const SUFFIX: &str = "csv";
+const INCOMPLETE_SUFFIX: &str = "incomplete.csv";
+
+/// The file behind a table; after the first error it takes nothing more.
+pub(in crate::dump) struct CsvFile {
+    dir: Dir,
+    stem: String,
+    file: File,
+    buffer: Vec<u8>,
+    /// Bytes in the file, all of them whole lines.
+    written: u64,
+}
+
+/// Why and in what state a file was given up.
+pub(in crate::dump) struct Stopped {
+    pub error: io::Error,
+    /// Name of the file now.
+    pub name: String,
+    /// Rows that were taken but did not reach the file.
+    pub lost_rows: u64,
+}
+
+impl CsvFile {
+    /// Creates `<stem>.csv`.
+    pub fn create(dir: Dir, stem: String) -> io::Result<Self> {
+        let file = dir.create(&format!("{stem}.{SUFFIX}"))?;
+        let mut buffer = Vec::with_capacity(CAPACITY + 4096);
+        buffer.extend_from_slice(COLUMNS.join(",").as_bytes());
+        buffer.push(b'\n');
+        Ok(CsvFile { dir, stem, file, buffer, written: 0 })
+    }
+
+    pub fn name(&self) -> String {
+        format!("{}.{SUFFIX}", self.stem)
+    }
+
+    /// Bytes in the file once the buffer is flushed.
+    pub fn bytes(&self) -> u64 {
+        self.written + self.buffer.len() as u64
+    }
+
+    pub fn put(&mut self, id: u64, row: &Row, record: &Record<'_>) -> Result<(), Stopped> {
+        encode(&mut self.buffer, id, row, record);
+        if self.buffer.len() >= CAPACITY { self.flush() } else { Ok(()) }
+    }
+
+    pub fn flush(&mut self) -> Result<(), Stopped> {
+        let mut done = 0;
+        while let Some(rest) = self.buffer.get(done..).filter(|rest| !rest.is_empty()) {
+            match self.file.write(rest) {
+                Ok(0) => return Err(self.stop(done, io::ErrorKind::WriteZero.into())),
+                Ok(count) => done += count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(self.stop(done, error)),
+            }
+        }
+        self.written += done as u64;
+        self.buffer.clear();
+        Ok(())
+    }
+
+    /// Cuts the file back to its last whole line and says in its name that there is an end missing.
+    fn stop(&mut self, done: usize, error: io::Error) -> Stopped {
+        let reached = self.buffer.get(..done).unwrap_or_default();
+        let whole = reached.iter().rposition(|byte| *byte == b'\n').map_or(0, |last| last + 1);
+        let lost = self.buffer.get(whole..).unwrap_or_default();
+        let header_lost = self.written == 0 && whole == 0;
+        let lost_rows = lost.iter().filter(|byte| **byte == b'\n').count() as u64 - u64::from(header_lost);
+        self.written += whole as u64;
+        self.buffer.clear();
+        if let Err(error) = self.file.set_len(self.written) {
+            tracing::warn!(
+                "{}: cannot cut off the half-written last row: {error}",
+                self.dir.path().display()
+            );
+        }
+        let incomplete = format!("{}.{INCOMPLETE_SUFFIX}", self.stem);
+        let name = match self.dir.rename(&self.name(), &incomplete) {
+            Ok(()) => incomplete,
+            Err(error) => {
+                tracing::warn!(
+                    "{}: cannot rename to {incomplete}: {error}",
+                    self.dir.path().join(self.name()).display()
+                );
+                self.name()
+            }
+        };
+        Stopped { error, name, lost_rows }
+    }
+}
+
+/// Appends the line of a record. Its cells hold no line break and no quotation mark, so that every reader agrees on
+/// where lines and cells end: the comparison of msMemScope refuses a whole file for one doubled quotation mark.
+fn encode(out: &mut Vec<u8>, id: u64, row: &Row, record: &Record<'_>) {
+    // Writing to a vector can not fail.
+    let _ = write!(out, "{id},{},{},", record.event, record.event_type);
+    match &record.name {
+        Label::None => out.extend_from_slice(b"N/A"),
+        Label::Number(number) => {
+            let _ = write!(out, "{number}");
+        }
+        Label::Text(name) => {
+            let name = cell_text(name);
+            let plain = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.:/<>[]()*&~".contains(&b));
+            let quote: &[u8] = if plain { b"" } else { b"\"" };
+            out.extend_from_slice(quote);
+            out.extend_from_slice(name.as_bytes());
+            out.extend_from_slice(quote);
+        }
+        Label::Mark(text) => {
+            out.push(b'"');
+            out.extend_from_slice(cell_text(text).as_bytes());
+            out.push(b'"');
+        }
+    }
+    let _ = write!(out, ",{},{},{},", row.time, row.tgid, row.tid);
+    let _ = match record.place {
+        Some(place) => write!(out, "{place},"),
+        None => write!(out, "N/A,"),
+    };
+    let _ = match record.ptr {
+        Some(ptr) => write!(out, "0x{:016x},", ptr.0),
+        None => write!(out, "N/A,"),
+    };
+    if !record.attrs.is_empty() {
+        out.extend_from_slice(b"\"{");
+        for (index, (key, value)) in record.attrs.iter().enumerate() {
+            let _ = write!(out, "{}{key}:", if index > 0 { "," } else { "" });
+            let _ = match value {
+                Value::Number(number) => write!(out, "{number}"),
+                Value::Signed(number) => write!(out, "{number}"),
+                Value::Address(ptr) => write!(out, "0x{:016x}", ptr.0),
+                Value::Word(word) => write!(out, "{word}"),
+                Value::Text(text) => write!(out, "{}", attr_text(text)),
+                Value::Owner(Owner { framework, module, labels }) => {
+                    let _ = write!(out, "{framework}");
+                    let labels = labels.map(attr_text);
+                    module
+                        .iter()
+                        .copied()
+                        .chain(labels.as_deref())
+                        .try_for_each(|label| write!(out, "@{label}"))
+                }
+            };
+        }
+        out.extend_from_slice(b"}\"");
+    }
+    out.extend_from_slice(b",,\n");
+}
+
+/// A text of the target as a cell: control characters and quotation marks are spelled out, and an apostrophe is put
+/// before what a spreadsheet would take for a formula. [`decode_text`] is the inverse for what a target can send.
+pub(super) fn cell_text(text: &str) -> Cow<'_, str> {
+    let mut text = sanitize(text.as_bytes());
+    if text.contains('"') {
+        text = Cow::Owned(text.replace('"', QUOTE));
+    }
+    if looks_like_formula(&text) {
+        text = Cow::Owned(format!("'{text}"));
+    }
+    text
+}
+
+/// How a quotation mark is spelled.
+const QUOTE: &str = "\\u{22}";
+
+/// Whether a spreadsheet could take the text for a formula, or if it could without the apostrophes before it.
+fn looks_like_formula(text: &str) -> bool {
+    text.trim_start_matches(|c: char| c == '\'' || c.is_whitespace())
+        .starts_with(['=', '+', '-', '@', '\u{ff1d}', '\u{ff0b}', '\u{ff0d}', '\u{ff20}'])
+}
+
+/// The text that [`cell_text`] made a cell of.
+pub(super) fn decode_text(cell: &str) -> Cow<'_, str> {
+    let text = match cell.strip_prefix('\'') {
+        Some(rest) if looks_like_formula(cell) => rest,
+        _ => cell,
+    };
+    if text.contains(QUOTE) { Cow::Owned(text.replace(QUOTE, "\"")) } else { Cow::Borrowed(text) }
+}
+
+/// A text of the target as a value within `{key:value,...}`, percent-encoded where it would end the value.
+fn attr_text(text: &str) -> Cow<'_, str> {
+    let text = sanitize(text.as_bytes());
+    if !text.contains(['%', ',', '{', '}', '"']) {
+        return text;
+    }
+    let mut out = String::with_capacity(text.len() + 16);
+    for c in text.chars() {
+        match c {
+            '%' => out.push_str("%25"),
+            ',' => out.push_str("%2C"),
+            '{' => out.push_str("%7B"),
+            '}' => out.push_str("%7D"),
+            '"' => out.push_str("%22"),
+            other => out.push(other),
+        }
+    }
+    Cow::Owned(out)
+}

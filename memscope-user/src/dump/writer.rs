@@ -1,0 +1,379 @@
+//! Where rows go: a directory per process, a file per device.
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::io;
+use std::path::PathBuf;
+
+use rustc_hash::FxHashMap;
+use serde::Serialize;
+
+use crate::model::{EventKind, Tgid};
+
+use super::csv::{CsvFile, Stopped};
+use super::output::{Caller, Dir, OutputError, Root};
+use super::record::{Record, records};
+use super::row::{Fact, Place, Row};
+
+/// Device-less rows kept for the files that a process opens later.
+const KEPT_ROWS: usize = 1024;
+
+/// Seconds that the name of a process's directory may run ahead of the clock to be unique.
+const NAME_ATTEMPTS: i64 = 60;
+
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// The output directory; made when missing.
+    pub output: PathBuf,
+    pub formats: Vec<Format>,
+    /// Who gets the files; [`Caller::of_sudo`] unless there is a reason for somebody else.
+    pub caller: Option<Caller>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Format {
+    Csv,
+}
+
+/// What became of one file.
+#[derive(Debug, Serialize)]
+pub struct FileReport {
+    /// The file; or the directory, when not even that could be made.
+    pub path: PathBuf,
+    pub format: Format,
+    pub pid: Tgid,
+    /// `None` for rows without a device that met no file to go into.
+    pub device: Option<Place>,
+    /// Rows in the file.
+    pub rows: u64,
+    /// Bytes of the file.
+    pub bytes: u64,
+    /// Rows that belong into the file and are not in it.
+    pub missing_rows: u64,
+    /// Why the file ends early.
+    pub failure: Option<WriteFailure>,
+}
+
+impl FileReport {
+    pub fn is_complete(&self) -> bool {
+        self.missing_rows == 0 && self.failure.is_none()
+    }
+}
+
+#[derive(Debug, Clone, thiserror::Error, Serialize)]
+#[error("cannot {action}: {reason}; free some space or choose another directory with --output")]
+pub struct WriteFailure {
+    /// What was tried: `write`, `create the file`, `create the directory`.
+    pub action: &'static str,
+    pub reason: String,
+}
+
+impl WriteFailure {
+    fn new(action: &'static str, error: &io::Error) -> Self {
+        WriteFailure { action, reason: error.to_string() }
+    }
+}
+
+/// Writes the rows of all processes of a trace. Errors of single files end those files only, and are reported by
+/// [`Writer::finish`].
+pub struct Writer {
+    root: Root,
+    formats: Vec<Format>,
+    projects: FxHashMap<Tgid, Project>,
+    reports: Vec<FileReport>,
+}
+
+impl Writer {
+    /// Opens the output directory; fails when nothing can be written there.
+    pub fn create(config: Config) -> Result<Self, OutputError> {
+        let root = Root::open(&config.output, config.caller)?;
+        Ok(Writer { root, formats: config.formats, projects: FxHashMap::default(), reports: Vec::new() })
+    }
+
+    pub fn write(&mut self, row: &Row) {
+        let project =
+            self.projects.entry(row.tgid).or_insert_with(|| Project::new(row.tgid, self.formats.clone()));
+        project.write(&self.root.dir, row);
+    }
+
+    /// Hands everything taken so far to the kernel.
+    pub fn flush(&mut self) {
+        let ended: Vec<Tgid> =
+            self.projects.iter_mut().filter_map(|(tgid, p)| p.flush().then_some(*tgid)).collect();
+        for tgid in ended {
+            if let Some(project) = self.projects.remove(&tgid) {
+                project.finish(&mut self.reports);
+            }
+        }
+    }
+
+    /// The files that exist now.
+    pub fn paths(&self) -> impl Iterator<Item = PathBuf> {
+        let open = self.projects.values().flat_map(|project| project.tables.values().flatten());
+        open.map(|table| table.path.clone()).chain(self.reports.iter().map(|report| report.path.clone()))
+    }
+
+    /// Ends all files and says what became of them, sorted by path.
+    pub fn finish(mut self) -> Vec<FileReport> {
+        for (_, project) in self.projects.drain() {
+            project.finish(&mut self.reports);
+        }
+        self.root.remove_unused();
+        self.reports.sort_by(|a, b| a.path.cmp(&b.path));
+        self.reports
+    }
+}
+
+/// The rows of one process.
+struct Project {
+    tgid: Tgid,
+    formats: Vec<Format>,
+    /// Made with the first file.
+    dir: Option<Result<Dir, Refused>>,
+    next_id: u64,
+    tables: BTreeMap<Place, Vec<Table>>,
+    /// Rows without a device, with their first id, for files to come.
+    kept: Vec<(u64, Row)>,
+    /// Rows without a device that came when there was no file, beyond what is kept.
+    unplaced: u64,
+    end: End,
+}
+
+#[derive(Clone)]
+struct Refused {
+    path: PathBuf,
+    failure: WriteFailure,
+}
+
+/// A process that has exited is closed when nothing has come for one more flush.
+#[derive(PartialEq)]
+enum End {
+    Running,
+    Exited,
+    Quiet,
+}
+
+impl Project {
+    fn new(tgid: Tgid, formats: Vec<Format>) -> Self {
+        Project {
+            tgid,
+            formats,
+            dir: None,
+            next_id: 0,
+            tables: BTreeMap::new(),
+            kept: Vec::new(),
+            unplaced: 0,
+            end: End::Running,
+        }
+    }
+
+    fn write(&mut self, root: &Dir, row: &Row) {
+        let first_id = self.next_id;
+        let mut devices_unknown = false;
+        records(row, |record| {
+            let id = self.next_id;
+            self.next_id += 1;
+            match record.place {
+                Some(place) => {
+                    for table in self.tables_of(root, place) {
+                        table.put(id, row, &record);
+                    }
+                }
+                None => {
+                    devices_unknown = true;
+                    for table in self.tables.values_mut().flatten() {
+                        table.put(id, row, &record);
+                    }
+                }
+            }
+        });
+        if devices_unknown {
+            self.keep(first_id, row);
+        }
+        if row.fact == Fact::Event(EventKind::Exit) {
+            self.end = End::Exited;
+        }
+    }
+
+    /// Keeps a device-less row for files that are opened later: what concerns the process as a whole, and what came
+    /// before the first file.
+    fn keep(&mut self, first_id: u64, row: &Row) {
+        let of_process = !matches!(
+            row.fact,
+            Fact::Event(EventKind::Free(_) | EventKind::Op { .. } | EventKind::Launch { .. })
+                | Fact::OpBegin { .. }
+                | Fact::OpEnd { .. }
+                | Fact::NeverFreed { .. }
+                | Fact::Access { .. }
+        );
+        if self.tables.is_empty() || of_process {
+            if self.kept.len() < KEPT_ROWS {
+                self.kept.push((first_id, row.clone()));
+            } else if self.tables.is_empty() {
+                self.unplaced += 1;
+            }
+        }
+    }
+
+    fn tables_of(&mut self, root: &Dir, place: Place) -> &mut [Table] {
+        let Project { tgid, formats, dir, tables, kept, .. } = self;
+        tables.entry(place).or_insert_with(|| {
+            let dir = dir.get_or_insert_with(|| make_project_dir(root, *tgid));
+            let mut tables: Vec<Table> =
+                formats.iter().map(|format| Table::open(dir.as_ref(), *format, place)).collect();
+            for (first_id, row) in kept.iter() {
+                let mut id = *first_id;
+                records(row, |record| {
+                    tables.iter_mut().for_each(|table| table.put(id, row, &record));
+                    id += 1;
+                });
+            }
+            tables
+        })
+    }
+
+    /// Returns whether the process is over and nothing more is to come.
+    fn flush(&mut self) -> bool {
+        self.tables.values_mut().flatten().for_each(Table::flush);
+        match self.end {
+            End::Running => false,
+            End::Exited => {
+                self.end = End::Quiet;
+                false
+            }
+            End::Quiet => true,
+        }
+    }
+
+    fn finish(mut self, reports: &mut Vec<FileReport>) {
+        let unplaced = self.unplaced + if self.tables.is_empty() { self.kept.len() as u64 } else { 0 };
+        for (place, tables) in std::mem::take(&mut self.tables) {
+            reports.extend(tables.into_iter().map(|table| table.finish(self.tgid, place)));
+        }
+        if unplaced > 0 {
+            reports.extend(self.formats.iter().map(|format| FileReport {
+                path: PathBuf::new(),
+                format: *format,
+                pid: self.tgid,
+                device: None,
+                rows: 0,
+                bytes: 0,
+                missing_rows: unplaced,
+                failure: None,
+            }));
+        }
+    }
+}
+
+/// Makes `msmemscope_<pid>_<date>_ascend`.
+fn make_project_dir(root: &Dir, tgid: Tgid) -> Result<Dir, Refused> {
+    let now = jiff::ZonedDateTime::now();
+    let name = |ahead: i64| {
+        let date = now.saturating_add(jiff::SignedDuration::from_secs(ahead));
+        format!("msmemscope_{tgid}_{}_ascend", date.strftime("%Y%m%d%H%M%S"))
+    };
+    let mut result = root.make(OsStr::new(&name(0)));
+    for ahead in 1..NAME_ATTEMPTS {
+        match &result {
+            // Another trace of the same process began within this second.
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                result = root.make(OsStr::new(&name(ahead)))
+            }
+            _ => break,
+        }
+    }
+    result.map_err(|error| Refused {
+        path: root.path().join(name(0)),
+        failure: WriteFailure::new("create the directory", &error),
+    })
+}
+
+/// One file, or the memory of why there is none.
+struct Table {
+    path: PathBuf,
+    format: Format,
+    file: Option<CsvFile>,
+    rows: u64,
+    bytes: u64,
+    missing_rows: u64,
+    failure: Option<WriteFailure>,
+}
+
+impl Table {
+    fn open(project: Result<&Dir, &Refused>, format: Format, place: Place) -> Self {
+        let mut table = Table {
+            path: PathBuf::new(),
+            format,
+            file: None,
+            rows: 0,
+            bytes: 0,
+            missing_rows: 0,
+            failure: None,
+        };
+        let project = match project {
+            Ok(project) => project,
+            Err(refused) => {
+                table.path.clone_from(&refused.path);
+                table.failure = Some(refused.failure.clone());
+                return table;
+            }
+        };
+        let device = format!("device_{place}");
+        let dir = project.enter(OsStr::new(&device)).and_then(|dir| dir.enter(OsStr::new("dump")));
+        let dir = match dir {
+            Ok(dir) => dir,
+            Err(error) => {
+                table.path = project.path().join(device);
+                table.failure = Some(WriteFailure::new("create the directory", &error));
+                return table;
+            }
+        };
+        let stem = format!("memscope_dump_{}", jiff::ZonedDateTime::now().strftime("%Y%m%d%H%M%S"));
+        table.path = dir.path().join(format!("{stem}.csv"));
+        match CsvFile::create(dir, stem) {
+            Ok(file) => table.file = Some(file),
+            Err(error) => table.failure = Some(WriteFailure::new("create the file", &error)),
+        }
+        table
+    }
+
+    fn put(&mut self, id: u64, row: &Row, record: &Record<'_>) {
+        match &mut self.file {
+            Some(file) => {
+                self.rows += 1;
+                let result = file.put(id, row, record);
+                self.check(result);
+            }
+            None => self.missing_rows += 1,
+        }
+    }
+
+    fn flush(&mut self) {
+        if let Some(file) = &mut self.file {
+            let result = file.flush();
+            self.check(result);
+        }
+    }
+
+    fn check(&mut self, result: Result<(), Stopped>) {
+        let Err(stopped) = result else { return };
+        tracing::warn!(
+            "{}: {}; the dump of this device ends here, tracing goes on",
+            self.path.display(),
+            stopped.error
+        );
+        self.rows -= stopped.lost_rows;
+        self.missing_rows += stopped.lost_rows;
+        self.failure = Some(WriteFailure::new("write", &stopped.error));
+        self.path.set_file_name(&stopped.name);
+        self.bytes = self.file.take().map_or(0, |file| file.bytes());
+    }
+
+    fn finish(mut self, pid: Tgid, place: Place) -> FileReport {
+        self.flush();
+        let bytes = self.file.as_ref().map_or(self.bytes, CsvFile::bytes);
+        let Table { path, format, rows, missing_rows, failure, .. } = self;
+        FileReport { path, format, pid, device: Some(place), rows, bytes, missing_rows, failure }
+    }
+}

@@ -1,0 +1,557 @@
+//! What the dump writer leaves on disk.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use memscope::dump::{
+    Caller, Config, Fact, FileReport, Format, OutputError, Pipeline, Place, Row, Summary, Writer,
+};
+use memscope::model::*;
+
+const HEADER: &str = "ID,Event,Event Type,Name,Timestamp(ns),Process Id,Thread Id,Device Id,Ptr,Attr,Call Stack(Python),Call Stack(C)";
+
+fn config(output: &Path) -> Config {
+    Config { output: output.to_owned(), formats: vec![Format::Csv], caller: None }
+}
+
+fn row(time: u64, kind: EventKind) -> Row {
+    Row::from(Event { time: Nanos(time), tgid: Tgid(77), tid: Tid(78), kind })
+}
+
+fn on(device: u16, mut row: Row) -> Row {
+    row.device = Some(DeviceId(device));
+    row
+}
+
+fn pta(time: u64, device: u16, ptr: u64, size: u64, used: u64) -> Row {
+    row(
+        time,
+        EventKind::Alloc(Alloc {
+            pool: Pool::Pta,
+            device: Some(DeviceId(device)),
+            ptr: DevicePtr(ptr),
+            size,
+            totals: Some(Totals { allocated: used, reserved: 20971520 }),
+            driver: None,
+        }),
+    )
+}
+
+fn hal(time: u64, pool: Pool, device: Option<u16>, ptr: u64, size: u64) -> Row {
+    row(
+        time,
+        EventKind::Alloc(Alloc {
+            pool,
+            device: device.map(DeviceId),
+            ptr: DevicePtr(ptr),
+            size,
+            totals: None,
+            driver: Some(DriverAlloc {
+                module: 33,
+                page: PageType::Huge,
+                create: false,
+                api: Some(("aclrtMallocAlign32", size - 32)),
+            }),
+        }),
+    )
+}
+
+fn hal_free(time: u64, ptr: u64) -> Row {
+    row(
+        time,
+        EventKind::Free(Free {
+            pool: Pool::Hal,
+            device: None,
+            ptr: DevicePtr(ptr),
+            size: None,
+            totals: None,
+        }),
+    )
+}
+
+fn mark(time: u64, text: &str) -> Row {
+    row(time, EventKind::Mark { text: text.into(), domain: None })
+}
+
+fn write(output: &Path, rows: impl IntoIterator<Item = Row>) -> Vec<FileReport> {
+    let mut writer = Writer::create(config(output)).expect("the directory is writable");
+    rows.into_iter().for_each(|row| writer.write(&row));
+    writer.finish()
+}
+
+fn lines(path: &Path) -> Vec<String> {
+    fs::read_to_string(path).expect("the file is readable").lines().map(str::to_owned).collect()
+}
+
+fn is_digits(text: &str, count: usize) -> bool {
+    text.len() == count && text.bytes().all(|b| b.is_ascii_digit())
+}
+
+fn is_root() -> bool {
+    nix::unistd::geteuid().is_root()
+}
+
+#[test]
+fn rows_are_those_of_msmemscope() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut alloc = pta(1001, 0, 0x1000, 512, 512);
+    alloc.allocation_id = Some(1);
+    let mut driver = hal(1002, Pool::Hal, Some(0), 0x12c041400000, 2097184);
+    driver.allocation_id = Some(2);
+    driver.owner = Some("train@weight".into());
+    let mut free = on(0, hal_free(1010, 0x12c041400000));
+    free.allocation_id = Some(2);
+    free.size = Some(2097184);
+    let pool_free = row(
+        1011,
+        EventKind::Free(Free {
+            pool: Pool::Pta,
+            device: Some(DeviceId(0)),
+            ptr: DevicePtr(0x1000),
+            size: Some(512),
+            totals: Some(Totals { allocated: 0, reserved: 20971520 }),
+        }),
+    );
+    let mut alive = on(
+        0,
+        Row::new(
+            Nanos(1012),
+            Tgid(77),
+            Tid(77),
+            Fact::NeverFreed { pool: Pool::PtaWorkspace, ptr: DevicePtr(0x2000) },
+        ),
+    );
+    alive.allocation_id = Some(3);
+    alive.size = Some(64);
+    let failed = row(
+        1013,
+        EventKind::AllocFailed(AllocFailed {
+            pool: Pool::Hal,
+            function: "halMemAlloc",
+            device: Some(DeviceId(0)),
+            size: 1 << 40,
+            code: 6,
+            api: None,
+        }),
+    );
+    let reports = write(
+        dir.path(),
+        [
+            row(1000, EventKind::AclInit),
+            alloc,
+            driver,
+            on(0, mark(1003, "a, b")),
+            on(
+                0,
+                row(
+                    1004,
+                    EventKind::RangeBegin {
+                        range: 4,
+                        text: "step start".into(),
+                        domain: Some("d{1}".into()),
+                    },
+                ),
+            ),
+            on(0, row(1005, EventKind::Op { name: "aclnnAdd".into() })),
+            on(0, row(1006, EventKind::Launch { name: Some("MatMul_1".into()), stream: 16 })),
+            on(0, row(1007, EventKind::Launch { name: None, stream: 16 })),
+            on(0, row(1008, EventKind::RangeEnd { range: Some(4) })),
+            row(1009, EventKind::DeviceSet { device: DeviceId(0) }),
+            free,
+            pool_free,
+            alive,
+            failed,
+            row(1014, EventKind::DeviceReset { device: DeviceId(0) }),
+            row(1015, EventKind::AclFinalize),
+            row(1016, EventKind::Exit),
+        ],
+    );
+    let [report] = reports.as_slice() else { panic!("one file, not {reports:?}") };
+    assert_eq!(
+        lines(&report.path),
+        [
+            HEADER,
+            "0,SYSTEM,ACL_INIT,N/A,1000,77,78,N/A,N/A,,,",
+            r#"1,MALLOC,PTA,N/A,1001,77,78,0,0x0000000000001000,"{allocation_id:1,addr:0x0000000000001000,size:512,total:20971520,used:512,owner:PTA}",,"#,
+            r#"2,MALLOC,HAL,N/A,1002,77,78,0,0x000012c041400000,"{allocation_id:2,addr:0x000012c041400000,size:2097184,owner:CANN@APP@train@weight,page_type:huge,alloc_type:alloc,api:aclrtMallocAlign32,api_size:2097152}",,"#,
+            r#"3,MSTX,Mark,"a, b",1003,77,78,0,N/A,,,"#,
+            r#"4,MSTX,Range_start,"step start",1004,77,78,0,N/A,"{range:4,domain:d%7B1%7D}",,"#,
+            "5,OP_LAUNCH,ATEN_START,aclnnAdd,1005,77,78,0,N/A,,,",
+            "6,OP_LAUNCH,ATEN_END,aclnnAdd,1005,77,78,0,N/A,,,",
+            r#"7,KERNEL_LAUNCH,KERNEL_LAUNCH,MatMul_1,1006,77,78,0,N/A,"{streamId:16}",,"#,
+            r#"8,KERNEL_LAUNCH,KERNEL_LAUNCH,N/A,1007,77,78,0,N/A,"{streamId:16}",,"#,
+            r#"9,MSTX,Range_end,"Range end from id 4",1008,77,78,0,N/A,"{range:4}",,"#,
+            r#"10,FREE,HAL,N/A,1010,77,78,0,0x000012c041400000,"{allocation_id:2,addr:0x000012c041400000,size:2097184}",,"#,
+            r#"11,FREE,PTA,N/A,1011,77,78,0,0x0000000000001000,"{addr:0x0000000000001000,size:512,total:20971520,used:0}",,"#,
+            r#"12,FREE,PTA_WORKSPACE,N/A,1012,77,77,0,0x0000000000002000,"{allocation_id:3,addr:0x0000000000002000,size:64,shadow:true}",,"#,
+            r#"13,OOM_DETAIL,OOM_TRIGGER,OOM_Trigger,1013,77,78,0,N/A,"{func:halMemAlloc,req_size:1099511627776,ret:6,pool:HAL}",,"#,
+            "14,SYSTEM,DEVICE_RESET,N/A,1014,77,78,0,N/A,,,",
+            "15,SYSTEM,ACL_FINI,N/A,1015,77,78,N/A,N/A,,,",
+            "16,SYSTEM,EXIT,N/A,1016,77,78,N/A,N/A,,,",
+        ]
+    );
+    assert_eq!(report.rows, 17);
+    assert_eq!(report.bytes, fs::metadata(&report.path).expect("the file is there").len());
+    assert!(report.is_complete());
+    assert_eq!((report.pid, report.device), (Tgid(77), Some(Place::Npu(DeviceId(0)))));
+}
+
+#[test]
+fn every_process_has_a_directory_and_every_device_a_file() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let output = dir.path().join("deep/er");
+    let mut other = pta(5, 3, 0x1000, 512, 512);
+    other.tgid = Tgid(99);
+    let reports = write(
+        &output,
+        [
+            row(1, EventKind::AclInit),
+            pta(2, 0, 0x1000, 512, 512),
+            hal_free(3, 0x9000),
+            hal(4, Pool::Host, None, 0x7f0000000000, 4096),
+            other,
+            hal_free(6, 0x9100),
+        ],
+    );
+    let names: Vec<Vec<String>> = reports
+        .iter()
+        .map(|report| {
+            let inside = report.path.strip_prefix(&output).expect("files are in the output directory");
+            inside.iter().map(|part| part.to_str().expect("names are text").to_owned()).collect()
+        })
+        .collect();
+    for (name, (pid, device)) in names.iter().zip([("77", "0"), ("77", "cpu"), ("99", "3")]) {
+        let [project, device_dir, dump, file] = name.as_slice() else { panic!("four levels, not {name:?}") };
+        let date = project
+            .strip_prefix(&format!("msmemscope_{pid}_"))
+            .and_then(|rest| rest.strip_suffix("_ascend"))
+            .unwrap_or_else(|| panic!("{project}"));
+        assert!(is_digits(date, 14), "{project}");
+        assert_eq!((device_dir.as_str(), dump.as_str()), (format!("device_{device}").as_str(), "dump"));
+        let date = file.strip_prefix("memscope_dump_").and_then(|rest| rest.strip_suffix(".csv"));
+        assert!(date.is_some_and(|date| is_digits(date, 14)), "{file}");
+    }
+    assert_eq!(names[0][0], names[1][0]);
+    for report in &reports {
+        assert_eq!(
+            fs::metadata(&report.path).expect("the file is there").permissions().mode() & 0o7777,
+            0o600
+        );
+        for dir in report.path.ancestors().skip(1).take_while(|dir| dir.starts_with(&output)) {
+            assert_eq!(
+                fs::metadata(dir).expect("it is there").permissions().mode() & 0o027,
+                0,
+                "{}",
+                dir.display()
+            );
+        }
+    }
+    // What has no device is in every file of its process: what came before the first one, too.
+    assert_eq!(
+        lines(&reports[0].path)[1..],
+        [
+            "0,SYSTEM,ACL_INIT,N/A,1,77,78,N/A,N/A,,,",
+            r#"1,MALLOC,PTA,N/A,2,77,78,0,0x0000000000001000,"{addr:0x0000000000001000,size:512,total:20971520,used:512,owner:PTA}",,"#,
+            r#"2,FREE,HAL,N/A,3,77,78,N/A,0x0000000000009000,"{addr:0x0000000000009000,size:0}",,"#,
+            r#"4,FREE,HAL,N/A,6,77,78,N/A,0x0000000000009100,"{addr:0x0000000000009100,size:0}",,"#,
+        ]
+    );
+    assert_eq!(
+        lines(&reports[1].path)[1..],
+        [
+            "0,SYSTEM,ACL_INIT,N/A,1,77,78,N/A,N/A,,,",
+            r#"3,MALLOC,HOST_PINNED,N/A,4,77,78,cpu,0x00007f0000000000,"{addr:0x00007f0000000000,size:4096,pinned:true,api:aclrtMallocAlign32,api_size:4064}",,"#,
+            r#"4,FREE,HAL,N/A,6,77,78,N/A,0x0000000000009100,"{addr:0x0000000000009100,size:0}",,"#,
+        ]
+    );
+    assert!(lines(&reports[2].path)[1].starts_with("0,MALLOC,PTA,N/A,5,99,"));
+}
+
+#[test]
+fn two_traces_of_one_process_keep_apart() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let first = write(dir.path(), [pta(1, 0, 0x1000, 512, 512)]);
+    let second = write(dir.path(), [pta(2, 0, 0x1000, 512, 512)]);
+    assert_ne!(first[0].path, second[0].path);
+    assert_eq!((lines(&first[0].path).len(), lines(&second[0].path).len()), (2, 2));
+}
+
+#[test]
+fn nothing_is_left_behind_when_nothing_was_traced() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let output = dir.path().join("a/b");
+    let reports = write(&output, [row(1, EventKind::AclInit)]);
+    assert!(!dir.path().join("a").exists());
+    let [report] = reports.as_slice() else { panic!("one report, not {reports:?}") };
+    assert_eq!((report.device, report.rows, report.missing_rows), (None, 0, 1));
+}
+
+/// Splits as the comparison of msMemScope does: a cell that begins with a quotation mark ends at the next one.
+fn peer_cells(line: &str) -> Vec<String> {
+    let mut cells = Vec::new();
+    let mut rest = Some(line);
+    while let Some(text) = rest {
+        let (cell, tail) = match text.strip_prefix('"') {
+            Some(quoted) => {
+                let (cell, tail) = quoted.split_once('"').expect("quotes are closed");
+                (cell, if tail.is_empty() { None } else { Some(tail.strip_prefix(',').unwrap_or(tail)) })
+            }
+            None => match text.split_once(',') {
+                Some((cell, tail)) => (cell, Some(tail)),
+                None => (text, None),
+            },
+        };
+        cells.push(cell.to_owned());
+        rest = tail;
+    }
+    cells
+}
+
+#[test]
+fn hostile_names_stay_in_their_cell() {
+    let names = [
+        "=1+1",
+        "+cmd|' /C calc'!A0",
+        "-2",
+        "@SUM(A1)",
+        " =1",
+        "'=1",
+        "''@x",
+        "\u{ff1d}1",
+        "a\nb",
+        "a\r\nb\tc",
+        "\u{1b}[2J",
+        "say \"hi\"",
+        "\"",
+        "a\",\"b",
+        "a,b",
+        "\u{202e}gnp",
+        "",
+        ";=1",
+        "a\u{0}b",
+        "\u{2028}x",
+        "\\u{22}",
+        "梯度",
+    ];
+    let dir = tempfile::tempdir().expect("a directory");
+    let rows = names.iter().flat_map(|name| {
+        [
+            on(0, mark(1, name)),
+            on(0, row(2, EventKind::Op { name: (*name).into() })),
+            on(0, row(3, EventKind::Mark { text: "m".into(), domain: Some((*name).into()) })),
+        ]
+    });
+    let reports = write(dir.path(), rows);
+    let text = fs::read_to_string(&reports[0].path).expect("the file is text");
+    let lines: Vec<&str> = text.split('\n').collect();
+    assert_eq!(lines.len(), 1 + 4 * names.len() + 1, "a row is a line");
+    let mut standard = csv::ReaderBuilder::new().from_reader(text.as_bytes());
+    let parsed: Vec<csv::StringRecord> =
+        standard.records().collect::<Result<_, _>>().expect("every row has twelve cells");
+    assert_eq!(parsed.len(), 4 * names.len());
+    for (line, record) in lines[1..].iter().zip(&parsed) {
+        assert_eq!(peer_cells(line), record.iter().collect::<Vec<_>>(), "readers agree");
+        assert!(!line.contains(|c: char| c.is_control() || ('\u{2028}'..'\u{202f}').contains(&c)), "{line}");
+        for cell in record {
+            assert!(!cell.trim_start().starts_with(['=', '+', '-', '@', '\u{ff1d}']), "{cell} is a formula");
+        }
+    }
+    let shown = |name: &str| {
+        let at = names.iter().position(|known| *known == name).expect("a known name");
+        parsed[4 * at][3].to_owned()
+    };
+    assert_eq!(shown("=1+1"), "'=1+1");
+    assert_eq!(shown("'=1"), "''=1");
+    assert_eq!(shown("say \"hi\""), "say \\u{22}hi\\u{22}");
+    assert_eq!(shown("a\nb"), "a\\u{a}b");
+    assert_eq!(shown("梯度"), "梯度");
+}
+
+#[test]
+fn links_of_others_in_a_shared_directory_are_not_followed() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let target = dir.path().join("target");
+    fs::create_dir(&target).expect("a directory");
+    let shared = dir.path().join("shared");
+    fs::create_dir(&shared).expect("a directory");
+    fs::set_permissions(&shared, fs::Permissions::from_mode(0o1777)).expect("ours to change");
+    let link = shared.join("out");
+    symlink(&target, &link).expect("a link");
+
+    // Our own link is the user's will.
+    let reports = write(&link.join("x"), [pta(1, 0, 0x1000, 512, 512)]);
+    assert!(reports[0].is_complete() && fs::read_dir(target.join("x")).expect("made").count() == 1);
+
+    if !is_root() {
+        eprintln!("not root: cannot make a link of another user");
+        return;
+    }
+    std::os::unix::fs::lchown(&link, Some(12345), None).expect("root may");
+    match Writer::create(config(&link.join("y"))).err() {
+        Some(OutputError::UntrustedLink { part, owner: 12345, .. }) => assert_eq!(part, link),
+        other => panic!("{other:?}"),
+    }
+    assert!(!target.join("y").exists());
+    // Where only its owner can write, nobody else can have planted a link.
+    fs::set_permissions(&shared, fs::Permissions::from_mode(0o755)).expect("ours to change");
+    assert!(Writer::create(config(&link.join("y"))).is_ok());
+}
+
+#[test]
+fn files_belong_to_the_caller_of_sudo() {
+    if !is_root() {
+        eprintln!("not root: cannot give files away");
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let caller = Some(Caller { uid: 12345, gid: 23456 });
+    let mut writer =
+        Writer::create(Config { caller, ..config(&dir.path().join("out")) }).expect("root may write");
+    writer.write(&pta(1, 0, 0x1000, 512, 512));
+    let reports = writer.finish();
+    let made: Vec<PathBuf> =
+        reports[0].path.ancestors().take_while(|path| *path != dir.path()).map(Path::to_owned).collect();
+    assert_eq!(made.len(), 5);
+    for path in made {
+        let stat = fs::metadata(&path).expect("it is there");
+        assert_eq!((stat.uid(), stat.gid()), (12345, 23456), "{}", path.display());
+    }
+    assert_ne!(fs::metadata(dir.path()).expect("it is there").uid(), 12345);
+}
+
+#[test]
+fn an_output_directory_that_cannot_be_is_an_error_at_once() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let file = dir.path().join("file");
+    fs::write(&file, "").expect("a file");
+    let error = Pipeline::start(config(&file.join("out"))).err().expect("a file is no directory");
+    assert!(matches!(&error, OutputError::NotADirectory { part, .. } if *part == file), "{error}");
+    assert!(error.to_string().contains("--output"));
+    // Nobody can create files here, root neither.
+    let error = Pipeline::start(config(Path::new("/proc/self"))).err().expect("not writable");
+    assert!(matches!(error, OutputError::NotWritable { .. }), "{error}");
+}
+
+/// Runs this test binary again, for `test` alone, with `variable` set.
+fn again(test: &str, variable: &str, value: &str) -> Command {
+    let mut command = Command::new(std::env::current_exe().expect("we run"));
+    command.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(variable, value);
+    command
+}
+
+#[test]
+fn killed_at_any_time_the_dump_is_valid_to_its_last_row() {
+    const CHILD: &str = "DUMP_TEST_KILLED_CHILD";
+    if let Ok(output) = std::env::var(CHILD) {
+        let pipeline = Pipeline::start(config(Path::new(&output))).expect("writable");
+        for count in 1..=u64::MAX {
+            pipeline.push(pta(count, 0, 0x1000 * count, 512, 512 * count));
+            if count % 100 == 0 {
+                println!("at {count}");
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        }
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut child = again(
+        "killed_at_any_time_the_dump_is_valid_to_its_last_row",
+        CHILD,
+        &dir.path().display().to_string(),
+    )
+    .stdout(Stdio::piped())
+    .spawn()
+    .expect("a child");
+    let mut told = BufReader::new(child.stdout.take().expect("piped")).lines();
+    let start = Instant::now();
+    let mut pushed = Vec::new();
+    while start.elapsed() < Duration::from_millis(1500) {
+        let line = told.next().expect("it runs on").expect("text");
+        if let Some(count) = line.strip_prefix("at ") {
+            pushed.push((start.elapsed(), count.parse::<usize>().expect("a number")));
+        }
+    }
+    child.kill().expect("it runs");
+    let killed = start.elapsed();
+    child.wait().expect("it ran");
+
+    let flushed =
+        pushed.iter().filter(|(at, _)| killed - *at > Duration::from_millis(400)).map(|(_, n)| *n).max();
+    let project =
+        fs::read_dir(dir.path()).expect("made").next().expect("one process").expect("readable").path();
+    let dump = fs::read_dir(project.join("device_0/dump"))
+        .expect("made")
+        .next()
+        .expect("one file")
+        .expect("readable");
+    let text = fs::read_to_string(dump.path()).expect("text");
+    assert!(text.ends_with(",,\n"), "the last row is whole");
+    assert!(text.lines().count() > flushed.expect("it ran for a second"), "rows reach the file within 0.4 s");
+    for (number, line) in text.lines().skip(1).enumerate() {
+        let start = format!("{number},MALLOC,PTA,N/A,{},77,78,0,", number + 1);
+        assert!(line.starts_with(&start) && peer_cells(line).len() == 12, "{line}");
+    }
+}
+
+#[test]
+fn a_full_disk_ends_the_dump_at_its_last_whole_row() {
+    const CHILD: &str = "DUMP_TEST_FULL_CHILD";
+    // A limit on the size of files is a full disk to everybody but the signal that comes with it; the limit is one
+    // of the process, so this has a process of its own.
+    if let Ok(output) = std::env::var(CHILD) {
+        use nix::sys::resource::{Resource, setrlimit};
+        setrlimit(Resource::RLIMIT_FSIZE, 100_000, 100_000).expect("lower is allowed");
+        let pipeline = Pipeline::start(config(Path::new(&output))).expect("writable");
+        for count in 0..2000 {
+            pipeline.push(pta(count, 0, 0x1000 * count, 512, 512 * count));
+        }
+        pipeline.push(pta(3000, 1, 0x1000, 512, 512));
+        let summary = pipeline.finish();
+        fs::write(Path::new(&output).join("summary.json"), serde_json::to_vec(&summary).expect("serializes"))
+            .expect("small enough");
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let status =
+        again("a_full_disk_ends_the_dump_at_its_last_whole_row", CHILD, &dir.path().display().to_string())
+            .status()
+            .expect("a child");
+    assert!(status.success(), "{status}: the limit must not end the process");
+    let summary: serde_json::Value =
+        serde_json::from_slice(&fs::read(dir.path().join("summary.json")).expect("written")).expect("json");
+    let [full, other] = summary["files"].as_array().expect("files").as_slice() else { panic!("{summary}") };
+
+    let path = Path::new(full["path"].as_str().expect("a path"));
+    assert!(path.to_str().expect("text").ends_with(".incomplete.csv"), "{}", path.display());
+    let text = fs::read_to_string(path).expect("renamed to what the report says");
+    assert!(text.ends_with(",,\n") && text.len() < 100_000 && text.len() > 99_000);
+    let rows = text.lines().count() - 1;
+    assert_eq!(full["rows"], rows);
+    assert_eq!(full["missing_rows"], 2000 - rows);
+    assert_eq!(full["bytes"], text.len());
+    assert_eq!(full["failure"]["action"], "write");
+    assert!(full["failure"]["reason"].as_str().expect("a reason").contains("too large"), "{full}");
+
+    assert_eq!(
+        (&other["rows"], &other["missing_rows"], &other["failure"]),
+        (&1.into(), &0.into(), &().into())
+    );
+}
+
+#[test]
+fn a_pipeline_writes_what_a_writer_writes() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let rows = || (0..20_000).map(|n| pta(n, (n % 2) as u16, 0x1000 * n, 512, 512 * n));
+    let direct = write(&dir.path().join("direct"), rows());
+    let pipeline = Pipeline::start(config(&dir.path().join("piped"))).expect("writable");
+    rows().for_each(|row| pipeline.push(row));
+    let piped: Summary = pipeline.finish();
+    assert!(piped.is_complete());
+    assert_eq!((direct.len(), piped.files.len()), (2, 2));
+    for (a, b) in direct.iter().zip(&piped.files) {
+        assert_eq!(fs::read(&a.path).expect("readable"), fs::read(&b.path).expect("readable"));
+    }
+}
