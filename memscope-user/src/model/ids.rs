@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 macro_rules! id {
     ($(#[$doc:meta])* $name:ident($inner:ty)) => {
         $(#[$doc])*
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
         #[serde(transparent)]
         pub struct $name(pub $inner);
 
@@ -34,6 +34,10 @@ id! {
 id! {
     /// A point in time: ns of the wall clock since the epoch.
     Nanos(u64)
+}
+id! {
+    /// The number of a block within its process, from 1, in order of allocation.
+    AllocationId(u64)
 }
 id! {
     /// The number of a step within its process. Step 1 is the first whole step seen after attach;

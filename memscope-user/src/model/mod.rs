@@ -1,7 +1,18 @@
 //! Events, blocks, pools, devices and steps. Knows neither BPF nor files.
 
+mod block;
 mod event;
 mod ids;
+mod ledger;
+mod module;
+mod segments;
+mod steps;
+#[cfg(test)]
+pub(crate) mod testing;
 
+pub use block::{Block, Driver};
 pub use event::{Alloc, AllocFailed, DriverAlloc, Event, EventKind, Free, Name, PageType, Totals};
-pub use ids::{DeviceId, DevicePtr, Nanos, Pool, StepId, Tgid, Tid};
+pub use ids::{AllocationId, DeviceId, DevicePtr, Nanos, Pool, StepId, Tgid, Tid};
+pub use ledger::{BlockRef, Change, Count, DeviceMemory, DriverUse, Ending, Ledger, PoolUse, Process};
+pub use module::Module;
+pub use steps::{Step, StepRule, Steps};

@@ -1,1 +1,3 @@
-//! What people read.
+//! What people read, and what their programs read.
+
+pub mod document;

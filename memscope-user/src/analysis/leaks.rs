@@ -1,0 +1,373 @@
+//! Which blocks leak: held over steps and never freed.
+//!
+//! A block is judged by the step k it was allocated in, when the trace ends, or before that when its process
+//! ends, finalizes CANN or resets its device (what is freed from then on is tidied up: nobody waits for it).
+//!
+//! - k < 2: never a leak. What comes before the first whole step and in it is warm-up.
+//! - No step after k has ended: not judged, for no later step can have shown whether the block is needed.
+//! - Blocks of its like were freed late, after up to d later steps had ended: it is a leak only when more
+//!   than d later steps have ended; until then it is young, and not judged. So nothing of a steady ring of
+//!   batches is a leak, wherever the trace ends.
+//! - Else it is a leak.
+//!
+//! Alike are blocks of one pool, device, size class (four to a power of two) and operator. A leak is
+//! recurring when its like leaked in two or more steps; else it happened once: state that was built late.
+//!
+//! Which driver blocks are judged: the program's own ([`Block::belongs_to_program`]), not segments of pools
+//! nor what CANN takes for itself. Pinned host memory and workspaces are kept by allocators for later use
+//! and grow until they suffice: they leak only when they keep growing, that is, when their like was leaked
+//! in three steps at least and in half of all steps that were judged.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use rustc_hash::{FxHashMap, FxHashSet};
+
+use crate::model::{
+    AllocationId, Block, Change, Count, DeviceId, Event, Ledger, Name, Nanos, Pool, Process, StepId, Tgid,
+};
+
+use super::Analysis;
+
+/// Steps whose blocks are never leaks: what was before the first whole step, and that step.
+const WARM_UP: StepId = StepId(1);
+
+/// Late blocks that are kept one by one, per process: the largest.
+const LATE_KEPT: usize = 1000;
+
+/// Kinds of blocks that are told apart. Operator names come from the target; past this many, blocks are
+/// alike whatever their operator.
+const LIKES_MAX: usize = 1 << 16;
+
+/// Steps in which a cache must have grown to count as growing for ever.
+const GROWING_STEPS: usize = 3;
+
+/// What makes blocks alike.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Like {
+    pub pool: Pool,
+    pub device: Option<DeviceId>,
+    class: u16,
+    pub op: Option<Name>,
+}
+
+impl Like {
+    fn of(block: &Block) -> Self {
+        Like { pool: block.pool, device: block.device, class: size_class(block.size), op: block.op.clone() }
+    }
+}
+
+/// Four classes to a power of two.
+fn size_class(size: u64) -> u16 {
+    let log = size.max(1).ilog2();
+    let quarter = if log >= 2 { (size >> (log - 2)) & 3 } else { 0 };
+    (log * 4) as u16 + quarter as u16
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pattern {
+    /// Its like was found in two or more steps.
+    Recurring,
+    /// In one step only.
+    Once,
+}
+
+/// Why a block is neither a leak nor cleared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reason {
+    /// No step after its own has ended.
+    LastStep,
+    /// Its like is held that long and then freed: in the n-th step after its own at the latest.
+    Young { freed_after: u32 },
+}
+
+/// A block freed after a step later than its own had ended.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Late {
+    pub block: Block,
+    pub freed: Nanos,
+    /// The step in which it was freed.
+    pub freed_step: StepId,
+}
+
+/// Late blocks of a kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct LateGroup {
+    pub count: Count,
+    /// Bytes of the largest.
+    pub largest: u64,
+    /// Steps from allocation to free: the fewest and the most.
+    pub held_min: u32,
+    pub held_max: u32,
+    /// Steps in which they were allocated: the first and the last.
+    pub first_step: StepId,
+    pub last_step: StepId,
+}
+
+impl LateGroup {
+    pub fn pattern(&self) -> Pattern {
+        if self.first_step == self.last_step { Pattern::Once } else { Pattern::Recurring }
+    }
+}
+
+/// What is to be said of one process.
+#[derive(Debug, Default)]
+pub struct Verdicts {
+    /// In order of allocation.
+    pub leaks: Vec<(Block, Pattern)>,
+    /// Largest first.
+    pub not_judged: Vec<(Block, Pattern, Reason)>,
+    /// The largest ones, in order of allocation.
+    pub late: Vec<(Late, Pattern)>,
+    /// All late blocks, by kind; most bytes first.
+    pub late_groups: Vec<(Like, LateGroup)>,
+}
+
+#[derive(Debug, Default)]
+pub struct Leaks {
+    /// By position in [`Ledger::processes`].
+    processes: Vec<Watched>,
+}
+
+#[derive(Debug, Default)]
+struct Watched {
+    /// Longest time held, by kind, of blocks that were freed late.
+    freed_late: FxHashMap<Like, Held>,
+    late: FxHashMap<Like, LateGroup>,
+    largest_late: BinaryHeap<Reverse<BySize>>,
+    /// Blocks judged before the trace ended.
+    judged: Vec<(Block, Verdict)>,
+    /// The last block that was allocated when judgement was passed on all blocks.
+    judged_to: AllocationId,
+}
+
+/// Later steps that had ended when blocks of a kind were freed: the most.
+#[derive(Debug, Clone, Copy, Default)]
+struct Held {
+    steps: u32,
+    /// The same of blocks from before the first whole step. They may have lived long before it, so they
+    /// count only as long as there are no others.
+    before_first: u32,
+}
+
+impl Held {
+    fn longest(self) -> u32 {
+        if self.steps > 0 { self.steps } else { self.before_first }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Verdict {
+    Leak,
+    NotJudged(Reason),
+}
+
+#[derive(Debug)]
+struct BySize(Late);
+
+impl BySize {
+    fn key(&self) -> (u64, Reverse<u64>) {
+        (self.0.block.size, Reverse(self.0.block.id.0))
+    }
+}
+
+impl PartialEq for BySize {
+    fn eq(&self, other: &Self) -> bool {
+        self.key() == other.key()
+    }
+}
+
+impl Eq for BySize {}
+
+impl PartialOrd for BySize {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for BySize {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.key().cmp(&other.key())
+    }
+}
+
+impl Analysis for Leaks {
+    fn observe(&mut self, event: &Event, change: &Change, ledger: &Ledger) {
+        match change {
+            // Nearly all blocks are freed before the next step has ended.
+            Change::Freed(block) => {
+                if let Some(process) = ledger.process(event.tgid)
+                    && later_steps(block, process) > 0
+                    && let Some(watched) = self.watch(event.tgid, ledger)
+                    && block.id > watched.judged_to
+                {
+                    watched.freed_late(block, event.time, process);
+                }
+            }
+            Change::Reset { blocks, .. } | Change::Ended { blocks, .. } => {
+                if let Some(process) = ledger.process(event.tgid)
+                    && let Some(watched) = self.watch(event.tgid, ledger)
+                {
+                    watched.judge_for_good(blocks, process);
+                }
+            }
+            Change::Finalized => {
+                if let Some(process) = ledger.process(event.tgid)
+                    && let Some(watched) = self.watch(event.tgid, ledger)
+                {
+                    watched.judge_for_good(process.blocks(), process);
+                    watched.judged_to = process.last_id();
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+impl Leaks {
+    /// What is to be said, as of now, of the process at this position of [`Ledger::processes`].
+    pub fn verdicts(&self, position: usize, process: &Process) -> Verdicts {
+        let unwatched = Watched::default();
+        self.processes.get(position).unwrap_or(&unwatched).verdicts(process)
+    }
+
+    fn watch(&mut self, tgid: Tgid, ledger: &Ledger) -> Option<&mut Watched> {
+        let position = ledger.position(tgid)?;
+        if self.processes.len() <= position {
+            self.processes.resize_with(position + 1, Watched::default);
+        }
+        self.processes.get_mut(position)
+    }
+}
+
+impl Watched {
+    fn freed_late(&mut self, block: &Block, freed: Nanos, process: &Process) {
+        if !block.belongs_to_program() {
+            return;
+        }
+        let steps = later_steps(block, process);
+        let held = self.freed_late.entry(bounded(Like::of(block), &self.freed_late)).or_default();
+        if block.step < WARM_UP {
+            held.before_first = held.before_first.max(steps);
+        } else {
+            held.steps = held.steps.max(steps);
+        }
+        if block.step <= WARM_UP || is_kept_for_use(block.pool) {
+            return;
+        }
+
+        let freed_step = process.steps().current();
+        let group = self.late.entry(bounded(Like::of(block), &self.late)).or_insert(LateGroup {
+            held_min: u32::MAX,
+            first_step: block.step,
+            ..LateGroup::default()
+        });
+        let held = freed_step.0 - block.step.0;
+        group.count.add(block.size);
+        group.largest = group.largest.max(block.size);
+        group.held_min = group.held_min.min(held);
+        group.held_max = group.held_max.max(held);
+        group.first_step = group.first_step.min(block.step);
+        group.last_step = group.last_step.max(block.step);
+
+        let full = self.largest_late.len() == LATE_KEPT;
+        if !full || self.largest_late.peek().is_some_and(|least| least.0.0.block.size < block.size) {
+            if full {
+                self.largest_late.pop();
+            }
+            self.largest_late.push(Reverse(BySize(Late { block: block.clone(), freed, freed_step })));
+        }
+    }
+
+    /// Passes judgement on blocks that nothing will be heard of any more.
+    fn judge_for_good<'a>(&mut self, blocks: impl IntoIterator<Item = &'a Block>, process: &Process) {
+        let judged: Vec<_> = blocks
+            .into_iter()
+            .filter(|block| block.id > self.judged_to)
+            .filter_map(|block| Some((block.clone(), self.judge(block, process)?)))
+            .collect();
+        self.judged.extend(judged);
+    }
+
+    /// `None` for blocks that are in order.
+    fn judge(&self, block: &Block, process: &Process) -> Option<Verdict> {
+        if block.step <= WARM_UP || !block.belongs_to_program() {
+            return None;
+        }
+        let later = later_steps(block, process);
+        if later == 0 {
+            return Some(Verdict::NotJudged(Reason::LastStep));
+        }
+        let like = bounded(Like::of(block), &self.freed_late);
+        let longest = self.freed_late.get(&like).map_or(0, |held| held.longest());
+        // Who outlives the end of its own step and d later ones is freed in step d + 1 after its own.
+        Some(if later > longest {
+            Verdict::Leak
+        } else {
+            Verdict::NotJudged(Reason::Young { freed_after: longest + 1 })
+        })
+    }
+
+    fn verdicts(&self, process: &Process) -> Verdicts {
+        let alive = process
+            .blocks()
+            .filter(|block| block.id > self.judged_to)
+            .filter_map(|block| Some((block.clone(), self.judge(block, process)?)));
+        let mut judged: Vec<(Block, Verdict)> = self.judged.iter().cloned().chain(alive).collect();
+        judged.sort_unstable_by_key(|(block, _)| block.id);
+
+        let mut leaked_in: FxHashMap<Like, FxHashSet<StepId>> = FxHashMap::default();
+        for (block, _) in judged.iter().filter(|(_, verdict)| *verdict == Verdict::Leak) {
+            leaked_in.entry(Like::of(block)).or_default().insert(block.step);
+        }
+        let steps_judged = (process.steps().last_ended().0 as usize).saturating_sub(2);
+
+        let mut verdicts = Verdicts::default();
+        for (block, verdict) in judged {
+            let steps = leaked_in.get(&Like::of(&block)).map_or(0, FxHashSet::len);
+            let pattern = if steps >= 2 { Pattern::Recurring } else { Pattern::Once };
+            if is_kept_for_use(block.pool)
+                && (verdict != Verdict::Leak || steps < GROWING_STEPS || 2 * steps < steps_judged)
+            {
+                continue;
+            }
+            match verdict {
+                Verdict::Leak => verdicts.leaks.push((block, pattern)),
+                Verdict::NotJudged(reason) => verdicts.not_judged.push((block, pattern, reason)),
+            }
+        }
+        verdicts.not_judged.sort_by_key(|(block, ..)| Reverse(block.size));
+
+        verdicts.late = self
+            .largest_late
+            .iter()
+            .map(|Reverse(BySize(late))| {
+                let like = bounded(Like::of(&late.block), &self.late);
+                (late.clone(), self.late.get(&like).map_or(Pattern::Once, LateGroup::pattern))
+            })
+            .collect();
+        verdicts.late.sort_unstable_by_key(|(late, _)| late.block.id);
+        verdicts.late_groups = self.late.iter().map(|(like, group)| (like.clone(), *group)).collect();
+        verdicts
+            .late_groups
+            .sort_unstable_by_key(|(_, group)| (Reverse(group.count.bytes), group.first_step));
+        verdicts
+    }
+}
+
+/// Steps after the block's own that have ended.
+fn later_steps(block: &Block, process: &Process) -> u32 {
+    process.steps().last_ended().0.saturating_sub(block.step.0)
+}
+
+/// Whether an allocator that is not seen itself keeps the pool's blocks for later use.
+fn is_kept_for_use(pool: Pool) -> bool {
+    matches!(pool, Pool::Host | Pool::PtaWorkspace)
+}
+
+fn bounded<V>(mut like: Like, known: &FxHashMap<Like, V>) -> Like {
+    if known.len() >= LIKES_MAX && !known.contains_key(&like) {
+        like.op = None;
+    }
+    like
+}

@@ -1,0 +1,48 @@
+//! Which marks and ranges a process sets, so that a report without steps can say what would make one.
+
+use rustc_hash::FxHashMap;
+
+use crate::model::{Change, Event, EventKind, Ledger, Name};
+
+use super::Analysis;
+
+/// Texts that are counted per process. Texts come from the target, and some carry a number each time.
+const TEXTS_MAX: usize = 1000;
+
+#[derive(Debug, Default)]
+pub struct Marks {
+    /// By position in [`Ledger::processes`].
+    processes: Vec<FxHashMap<Name, u64>>,
+}
+
+impl Analysis for Marks {
+    fn observe(&mut self, event: &Event, _: &Change, ledger: &Ledger) {
+        let (EventKind::Mark { text, .. } | EventKind::RangeBegin { text, .. }) = &event.kind else { return };
+        let Some(position) = ledger.position(event.tgid) else { return };
+        if self.processes.len() <= position {
+            self.processes.resize_with(position + 1, FxHashMap::default);
+        }
+        let texts = &mut self.processes[position];
+        if let Some(times) = texts.get_mut(text) {
+            *times += 1;
+        } else if texts.len() < TEXTS_MAX {
+            texts.insert(text.clone(), 1);
+        }
+    }
+}
+
+impl Marks {
+    /// The texts that the process at this position of [`Ledger::processes`] gave most often, with their number.
+    pub fn most_frequent(&self, position: usize, at_most: usize) -> Vec<(Name, u64)> {
+        let mut texts: Vec<(Name, u64)> = self
+            .processes
+            .get(position)
+            .into_iter()
+            .flatten()
+            .map(|(text, times)| (text.clone(), *times))
+            .collect();
+        texts.sort_by(|(a, a_times), (b, b_times)| b_times.cmp(a_times).then_with(|| a.cmp(b)));
+        texts.truncate(at_most);
+        texts
+    }
+}

@@ -1,0 +1,181 @@
+//! Out of memory: what was asked, what was there, who held it.
+//!
+//! A program that is refused tries again: with another page size, after its pool has given back what it had
+//! cached. Refusals of one request in a row on one thread are one out-of-memory with several attempts, and
+//! the last attempt says how things stood. When the request succeeds in the end, the program has recovered.
+
+use std::cmp::Reverse;
+
+use rustc_hash::FxHashMap;
+
+use crate::model::{
+    AllocFailed, Block, Change, Count, DeviceId, Event, EventKind, Ledger, Nanos, Pool, PoolUse, Process,
+    StepId, Tgid, Tid,
+};
+
+use super::Analysis;
+
+/// Out-of-memories that are kept, per process: the first ones. The others are counted.
+const KEPT: usize = 100;
+
+/// Live blocks listed with each.
+const LARGEST: usize = 10;
+
+/// One out-of-memory.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Oom {
+    pub pool: Pool,
+    pub device: Option<DeviceId>,
+    /// The function that refused, and what it returned.
+    pub function: &'static str,
+    pub code: i32,
+    /// Bytes it was asked for.
+    pub size: u64,
+    /// The runtime function above it, and the bytes asked of that.
+    pub api: Option<(&'static str, u64)>,
+    pub tid: Tid,
+    pub first: Nanos,
+    pub last: Nanos,
+    pub step: StepId,
+    pub op: Option<crate::model::Name>,
+    pub attempts: u32,
+    /// The request succeeded right after.
+    pub recovered: bool,
+    /// The device's pools at the last attempt.
+    pub pools: Vec<(Pool, PoolUse)>,
+    /// Largest blocks at the last attempt, largest first. Segments are left out: their blocks are there.
+    pub largest: Vec<Block>,
+}
+
+impl Oom {
+    /// Bytes that the program asked for.
+    pub fn request(&self) -> u64 {
+        self.api.map_or(self.size, |(_, asked)| asked)
+    }
+}
+
+#[derive(Debug, Default)]
+pub struct OutOfMemory {
+    /// By position in [`Ledger::processes`].
+    processes: Vec<Failures>,
+    /// The process's failure that a thread may still be trying to overcome.
+    open: FxHashMap<(Tgid, Tid), Open>,
+}
+
+#[derive(Debug, Default)]
+struct Failures {
+    kept: Vec<Oom>,
+    not_kept: Count,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Open {
+    /// Position in `kept`; `None` when it was not kept.
+    at: Option<usize>,
+    request: u64,
+    size: u64,
+}
+
+impl Analysis for OutOfMemory {
+    fn observe(&mut self, event: &Event, change: &Change, ledger: &Ledger) {
+        match (&event.kind, change) {
+            (EventKind::AllocFailed(failed), Change::Failed { device }) => {
+                self.failed(event, failed, *device, ledger);
+            }
+            (EventKind::Alloc(alloc), _) if !self.open.is_empty() => {
+                if let Some(open) = self.open.remove(&(event.tgid, event.tid)) {
+                    let asked = alloc.driver.as_ref().and_then(|driver| driver.api).map(|(_, asked)| asked);
+                    let same = asked == Some(open.request) || asked.is_none() && alloc.size == open.size;
+                    if same && let Some(oom) = self.kept(event.tgid, open.at, ledger) {
+                        oom.recovered = true;
+                    }
+                }
+            }
+            (EventKind::Exec | EventKind::Exit, _) => self.open.retain(|(tgid, _), _| *tgid != event.tgid),
+            _ => {}
+        }
+    }
+}
+
+impl OutOfMemory {
+    /// Of the process at this position of [`Ledger::processes`], in order of time.
+    pub fn of(&self, position: usize) -> &[Oom] {
+        self.processes.get(position).map_or(&[], |failures| &failures.kept)
+    }
+
+    /// Those that there was no room for, with the bytes asked.
+    pub fn not_kept(&self, position: usize) -> Count {
+        self.processes.get(position).map(|failures| failures.not_kept).unwrap_or_default()
+    }
+
+    fn failed(&mut self, event: &Event, failed: &AllocFailed, device: Option<DeviceId>, ledger: &Ledger) {
+        let Some(position) = ledger.position(event.tgid) else { return };
+        let Some(process) = ledger.processes().get(position) else { return };
+        let request = failed.api.map_or(failed.size, |(_, asked)| asked);
+        let key = (event.tgid, event.tid);
+        let again =
+            self.open.get(&key).copied().filter(|open| open.request == request || open.size == failed.size);
+        if self.processes.len() <= position {
+            self.processes.resize_with(position + 1, Failures::default);
+        }
+        let failures = &mut self.processes[position];
+
+        let at = match again {
+            Some(open) => open.at,
+            None if failures.kept.len() < KEPT => Some(failures.kept.len()),
+            None => {
+                failures.not_kept.add(request);
+                None
+            }
+        };
+        self.open.insert(key, Open { at, request, size: failed.size });
+        let Some(at) = at else { return };
+        let before = failures.kept.get(at);
+        let oom = Oom {
+            pool: failed.pool,
+            device,
+            function: failed.function,
+            code: failed.code,
+            size: failed.size,
+            api: failed.api.or(before.and_then(|oom| oom.api)),
+            tid: event.tid,
+            first: before.map_or(event.time, |oom| oom.first),
+            last: event.time,
+            step: process.steps().current(),
+            op: process.current_op(event.tid).cloned(),
+            attempts: before.map_or(0, |oom| oom.attempts) + 1,
+            recovered: false,
+            pools: pools(process, device),
+            largest: largest(process, device),
+        };
+        match failures.kept.get_mut(at) {
+            Some(kept) => *kept = oom,
+            None => failures.kept.push(oom),
+        }
+    }
+
+    fn kept(&mut self, tgid: Tgid, at: Option<usize>, ledger: &Ledger) -> Option<&mut Oom> {
+        self.processes.get_mut(ledger.position(tgid)?)?.kept.get_mut(at?)
+    }
+}
+
+fn pools(process: &Process, device: Option<DeviceId>) -> Vec<(Pool, PoolUse)> {
+    let memory = process.device(device);
+    Pool::ALL
+        .into_iter()
+        .filter_map(|pool| Some((pool, *memory?.pool(pool))))
+        .filter(|(_, pool)| pool.was_used())
+        .collect()
+}
+
+fn largest(process: &Process, device: Option<DeviceId>) -> Vec<Block> {
+    let mut blocks: Vec<&Block> =
+        process.blocks().filter(|block| block.device == device && block.segment_of.is_none()).collect();
+    let order = |block: &&Block| (Reverse(block.size), block.id);
+    if blocks.len() > LARGEST {
+        blocks.select_nth_unstable_by_key(LARGEST, order);
+        blocks.truncate(LARGEST);
+    }
+    blocks.sort_unstable_by_key(order);
+    blocks.into_iter().cloned().collect()
+}

@@ -1,0 +1,583 @@
+//! The books: what every process holds, event by event.
+
+use rustc_hash::FxHashMap;
+
+use super::block::Blocks;
+use super::segments::{Candidate, Growth, Pending, Unclaimed};
+use super::steps::{Boundary, StepRule, Steps};
+use super::{
+    Alloc, AllocationId, Block, DeviceId, DevicePtr, Driver, Event, EventKind, Free, Module, Name, Pool,
+    StepId, Tgid, Tid, Totals,
+};
+
+pub use super::block::BlockRef;
+
+/// Everything known of all processes. Fed with events in order, by [`Ledger::apply`].
+#[derive(Debug, Default)]
+pub struct Ledger {
+    rule: StepRule,
+    processes: Vec<Process>,
+    /// Index of the latest process with this id.
+    index: FxHashMap<Tgid, usize>,
+}
+
+/// What an event changed.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Change {
+    /// No block and no step.
+    Nothing,
+    Allocated {
+        block: BlockRef,
+        /// The block that lived at this address before: its free was lost, or not to be seen.
+        replaced: Option<Block>,
+    },
+    /// The pool reported a block again that it had reported before (a workspace: on reserving, on use).
+    Reported(BlockRef),
+    Freed(Block),
+    /// A block that was allocated before attach, or whose allocation was lost.
+    UnknownFree {
+        pool: Pool,
+        device: Option<DeviceId>,
+        /// Bytes, where the event says.
+        size: Option<u64>,
+    },
+    Failed {
+        device: Option<DeviceId>,
+    },
+    /// The end of a step, the beginning of one, or both at once.
+    Step {
+        ended: Option<StepId>,
+        began: Option<StepId>,
+    },
+    /// A device took back what the driver had given; `blocks` are no longer in the ledger.
+    Reset {
+        device: DeviceId,
+        blocks: Vec<Block>,
+    },
+    /// The process told CANN that it has finished. What it still frees is tidied up, not used.
+    Finalized,
+    /// The process is over; `blocks` were alive and are no longer in the ledger.
+    Ended {
+        how: Ending,
+        blocks: Vec<Block>,
+    },
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ending {
+    Exit,
+    Exec,
+}
+
+impl Ledger {
+    pub fn new(rule: StepRule) -> Self {
+        Ledger { rule, ..Ledger::default() }
+    }
+
+    /// All processes that had an event, in order of their first; those that ended too. A process that
+    /// replaces its program (`exec`) is another one from there on.
+    pub fn processes(&self) -> &[Process] {
+        &self.processes
+    }
+
+    /// The process that has or had this id last.
+    pub fn process(&self, tgid: Tgid) -> Option<&Process> {
+        self.index.get(&tgid).and_then(|index| self.processes.get(*index))
+    }
+
+    /// Where [`Ledger::process`] is in [`Ledger::processes`].
+    pub fn position(&self, tgid: Tgid) -> Option<usize> {
+        self.index.get(&tgid).copied()
+    }
+
+    pub fn apply(&mut self, event: &Event) -> Change {
+        let index = match self.index.get(&event.tgid) {
+            Some(index) if self.processes[*index].ended.is_none() => *index,
+            _ => {
+                self.processes.push(Process::new(event.tgid));
+                self.index.insert(event.tgid, self.processes.len() - 1);
+                self.processes.len() - 1
+            }
+        };
+        self.processes[index].apply(event, &self.rule)
+    }
+}
+
+/// What is known of one process.
+#[derive(Debug)]
+pub struct Process {
+    pub tgid: Tgid,
+    ended: Option<Ending>,
+    finalized: bool,
+    last_id: AllocationId,
+    kernels: u64,
+    blocks: Blocks,
+    devices: Vec<DeviceMemory>,
+    only_device: OnlyDevice,
+    threads: FxHashMap<Tid, Thread>,
+    steps: Steps,
+    unclaimed: Unclaimed,
+    unknown_frees: [Count; Pool::ALL.len()],
+    lost_frees: [Count; Pool::ALL.len()],
+}
+
+#[derive(Debug, Default)]
+struct Thread {
+    op: Option<Name>,
+    device: Option<DeviceId>,
+    pending: Pending,
+}
+
+/// The one device that a process was seen to use, as long as it is one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum OnlyDevice {
+    NoneYet,
+    One(DeviceId),
+    Several,
+}
+
+/// A number of blocks and their bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
+pub struct Count {
+    pub blocks: u64,
+    pub bytes: u64,
+}
+
+impl Count {
+    pub fn add(&mut self, bytes: u64) {
+        self.blocks += 1;
+        self.bytes = self.bytes.saturating_add(bytes);
+    }
+}
+
+/// The memory of a process on one device.
+#[derive(Debug, Clone, Default)]
+pub struct DeviceMemory {
+    /// `None`: host memory, and what could not be placed.
+    pub device: Option<DeviceId>,
+    pools: [PoolUse; Pool::ALL.len()],
+    pub driver: DriverUse,
+    /// How things stood when the device was reset for the last time with anything on it.
+    pub before_reset: Option<Box<DeviceMemory>>,
+}
+
+/// One pool of a process on one device. Bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct PoolUse {
+    /// Of blocks whose allocation was seen.
+    pub live_bytes: u64,
+    pub peak_bytes: u64,
+    pub blocks: u64,
+    /// The allocator's own totals as it reported them last: they include what was there before attach.
+    pub totals: Option<Totals>,
+    /// The largest `totals.allocated`.
+    pub peak_allocated: u64,
+}
+
+impl PoolUse {
+    /// Bytes handed out: the allocator's own figure where there is one.
+    pub fn used(&self) -> u64 {
+        self.totals.map_or(self.live_bytes, |totals| totals.allocated)
+    }
+
+    pub fn was_used(&self) -> bool {
+        self.peak_bytes > 0 || self.totals.is_some()
+    }
+}
+
+/// What the driver's live bytes on a device are for.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct DriverUse {
+    /// By owner module, as far as it is known. Pools' segments are part of [`Module::APP`].
+    pub modules: Vec<(Option<Module>, u64)>,
+    /// Bytes of driver blocks that are segments, by pool.
+    segments: [u64; Pool::ALL.len()],
+}
+
+impl DriverUse {
+    pub fn segments_of(&self, pool: Pool) -> u64 {
+        self.segments[pool as usize]
+    }
+
+    fn module(&mut self, block: &Block) -> &mut u64 {
+        let module = block.driver.map(|driver| driver.module);
+        let at = match self.modules.iter().position(|(known, _)| *known == module) {
+            Some(at) => at,
+            None => {
+                self.modules.push((module, 0));
+                self.modules.len() - 1
+            }
+        };
+        &mut self.modules[at].1
+    }
+}
+
+impl DeviceMemory {
+    fn new(device: Option<DeviceId>) -> Self {
+        DeviceMemory { device, ..DeviceMemory::default() }
+    }
+
+    pub fn pool(&self, pool: Pool) -> &PoolUse {
+        &self.pools[pool as usize]
+    }
+
+    fn enter(&mut self, block: &Block) {
+        let pool = &mut self.pools[block.pool as usize];
+        pool.blocks += 1;
+        pool.live_bytes = pool.live_bytes.saturating_add(block.size);
+        pool.peak_bytes = pool.peak_bytes.max(pool.live_bytes);
+        if block.pool == Pool::Hal {
+            let bytes = self.driver.module(block);
+            *bytes = bytes.saturating_add(block.size);
+        }
+    }
+
+    fn leave(&mut self, block: &Block) {
+        let pool = &mut self.pools[block.pool as usize];
+        pool.blocks -= 1;
+        pool.live_bytes = pool.live_bytes.saturating_sub(block.size);
+        if block.pool == Pool::Hal {
+            let bytes = self.driver.module(block);
+            *bytes = bytes.saturating_sub(block.size);
+            if let Some(pool) = block.segment_of {
+                let bytes = &mut self.driver.segments[pool as usize];
+                *bytes = bytes.saturating_sub(block.size);
+            }
+        }
+    }
+
+    fn report(&mut self, pool: Pool, totals: Totals) -> Growth {
+        let pool = &mut self.pools[pool as usize];
+        pool.peak_allocated = pool.peak_allocated.max(totals.allocated);
+        match pool.totals.replace(totals) {
+            Some(before) => Growth::By(totals.reserved.saturating_sub(before.reserved)),
+            None => Growth::AtMost(totals.reserved),
+        }
+    }
+}
+
+impl Process {
+    fn new(tgid: Tgid) -> Self {
+        Process {
+            tgid,
+            ended: None,
+            finalized: false,
+            last_id: AllocationId(0),
+            kernels: 0,
+            blocks: Blocks::default(),
+            devices: Vec::new(),
+            only_device: OnlyDevice::NoneYet,
+            threads: FxHashMap::default(),
+            steps: Steps::default(),
+            unclaimed: Unclaimed::default(),
+            unknown_frees: Default::default(),
+            lost_frees: Default::default(),
+        }
+    }
+
+    /// How it ended, if it did: then there are no blocks any more, and all else is as it was at the end.
+    pub fn ended(&self) -> Option<Ending> {
+        self.ended
+    }
+
+    /// Whether it told CANN that it has finished.
+    pub fn finalized(&self) -> bool {
+        self.finalized
+    }
+
+    /// The id of the block allocated last; 0 before the first.
+    pub fn last_id(&self) -> AllocationId {
+        self.last_id
+    }
+
+    /// Kernels launched so far.
+    pub fn kernels(&self) -> u64 {
+        self.kernels
+    }
+
+    pub fn steps(&self) -> &Steps {
+        &self.steps
+    }
+
+    /// Live blocks, in no order.
+    pub fn blocks(&self) -> impl Iterator<Item = &Block> {
+        self.blocks.iter()
+    }
+
+    pub fn block(&self, at: BlockRef) -> Option<&Block> {
+        self.blocks.get(at)
+    }
+
+    pub fn find(&self, pool: Pool, ptr: DevicePtr) -> Option<&Block> {
+        self.blocks.get(self.blocks.find(pool, ptr)?)
+    }
+
+    /// Devices on which anything was allocated or reported, in order of appearance.
+    pub fn devices(&self) -> &[DeviceMemory] {
+        &self.devices
+    }
+
+    pub fn device(&self, device: Option<DeviceId>) -> Option<&DeviceMemory> {
+        self.devices.iter().find(|memory| memory.device == device)
+    }
+
+    /// Frees of blocks that were allocated before attach, or whose allocation was lost. Bytes count where the
+    /// frees said.
+    pub fn unknown_frees(&self, pool: Pool) -> Count {
+        self.unknown_frees[pool as usize]
+    }
+
+    /// Blocks whose address was handed out again before their free was seen.
+    pub fn lost_frees(&self, pool: Pool) -> Count {
+        self.lost_frees[pool as usize]
+    }
+
+    /// The device that an event of this thread is about, when the event does not say.
+    pub fn current_device(&self, tid: Tid) -> Option<DeviceId> {
+        self.threads.get(&tid).and_then(|thread| thread.device).or(match self.only_device {
+            OnlyDevice::One(device) => Some(device),
+            OnlyDevice::NoneYet | OnlyDevice::Several => None,
+        })
+    }
+
+    /// The operator in progress on a thread, else its last one.
+    pub fn current_op(&self, tid: Tid) -> Option<&Name> {
+        self.threads.get(&tid)?.op.as_ref()
+    }
+
+    fn apply(&mut self, event: &Event, rule: &StepRule) -> Change {
+        match &event.kind {
+            EventKind::Alloc(alloc) => self.alloc(event, alloc),
+            EventKind::Free(free) => self.free(event, free),
+            EventKind::AllocFailed(failed) => {
+                Change::Failed { device: self.place(failed.pool, failed.device, event.tid) }
+            }
+            EventKind::Op { name } => {
+                self.threads.entry(event.tid).or_default().op = Some(name.clone());
+                Change::Nothing
+            }
+            EventKind::Launch { .. } => {
+                self.kernels += 1;
+                Change::Nothing
+            }
+            EventKind::Mark { .. } | EventKind::RangeBegin { .. } | EventKind::RangeEnd { .. } => {
+                match self.steps.observe(event, rule) {
+                    Boundary { ended: None, began: None } => Change::Nothing,
+                    Boundary { ended, began } => Change::Step { ended, began },
+                }
+            }
+            EventKind::DeviceSet { device } => {
+                self.meet(*device);
+                self.threads.entry(event.tid).or_default().device = Some(*device);
+                Change::Nothing
+            }
+            EventKind::DeviceReset { device } => self.reset(*device),
+            EventKind::AclInit => {
+                self.finalized = false;
+                Change::Nothing
+            }
+            EventKind::AclFinalize => {
+                self.finalized = true;
+                Change::Finalized
+            }
+            EventKind::Exec => self.end(Ending::Exec),
+            EventKind::Exit => self.end(Ending::Exit),
+        }
+    }
+
+    fn alloc(&mut self, event: &Event, alloc: &Alloc) -> Change {
+        let device = self.place(alloc.pool, alloc.device, event.tid);
+        let memory = self.devices.iter().position(|memory| memory.device == device).unwrap_or_else(|| {
+            self.devices.push(DeviceMemory::new(device));
+            self.devices.len() - 1
+        });
+        let growth = alloc.totals.map(|totals| self.devices[memory].report(alloc.pool, totals));
+        if alloc.pool == Pool::PtaWorkspace
+            && let Some(block) = self.report_again(alloc)
+        {
+            return Change::Reported(block);
+        }
+
+        let thread = self.threads.entry(event.tid).or_default();
+        self.last_id.0 += 1;
+        let block = Block {
+            id: self.last_id,
+            pool: alloc.pool,
+            device,
+            ptr: alloc.ptr,
+            size: alloc.size,
+            time: event.time,
+            tid: event.tid,
+            step: self.steps.current(),
+            op: thread.op.clone(),
+            kernel_index: self.kernels,
+            driver: alloc.driver.as_ref().map(|driver| Driver {
+                module: Module(driver.module),
+                page: driver.page,
+                create: driver.create,
+                api: driver.api.map(|(name, _)| name),
+            }),
+            segment_of: None,
+        };
+        let candidate = (alloc.pool == Pool::Hal && block.belongs_to_program()).then(|| Candidate {
+            id: block.id,
+            ptr: block.ptr,
+            size: block.size,
+            asked: alloc.driver.as_ref().and_then(|driver| driver.api).map_or(block.size, |(_, asked)| asked),
+            create: alloc.driver.as_ref().is_some_and(|driver| driver.create),
+        });
+        if let Some(candidate) = candidate {
+            thread.pending.push(candidate);
+        }
+
+        let (at, replaced) = self.blocks.insert(block);
+        if let Some(old) = &replaced {
+            self.lost_frees[old.pool as usize].add(old.size);
+            self.left(old);
+        }
+        if let Some(block) = self.blocks.get(at) {
+            self.devices[memory].enter(block);
+        }
+        if let Some(candidate) = candidate {
+            self.unclaimed.insert(candidate);
+        }
+        if !is_driver(alloc.pool) {
+            self.claim_segments(event.tid, alloc, growth);
+        }
+        Change::Allocated { block: at, replaced }
+    }
+
+    /// A workspace is reported when it is reserved and when it is used: the second report may be of its used
+    /// part only.
+    fn report_again(&mut self, alloc: &Alloc) -> Option<BlockRef> {
+        let at = self.blocks.find(alloc.pool, alloc.ptr)?;
+        let block = self.blocks.get_mut(at)?;
+        let memory = self.devices.iter_mut().find(|memory| memory.device == block.device)?;
+        if alloc.size > block.size {
+            memory.leave(block);
+            block.size = alloc.size;
+            memory.enter(block);
+        }
+        Some(at)
+    }
+
+    fn claim_segments(&mut self, tid: Tid, alloc: &Alloc, growth: Option<Growth>) {
+        if let Some(thread) = self.threads.get_mut(&tid)
+            && !thread.pending.is_empty()
+        {
+            let mut pending = std::mem::take(&mut thread.pending);
+            pending.explain(growth.unwrap_or(Growth::By(0)), |candidate| self.claim(candidate, alloc.pool));
+        }
+        if !self.unclaimed.is_empty()
+            && let Some(candidate) = self.unclaimed.containing(alloc.ptr)
+        {
+            self.claim(candidate, alloc.pool);
+        }
+    }
+
+    fn claim(&mut self, candidate: Candidate, pool: Pool) {
+        if let Some(at) = self.blocks.find(Pool::Hal, candidate.ptr)
+            && let Some(block) = self.blocks.get_mut(at)
+            && block.id == candidate.id
+            && block.segment_of.is_none()
+        {
+            block.segment_of = Some(pool);
+            self.unclaimed.remove(candidate.ptr);
+            if let Some(memory) = self.devices.iter_mut().find(|memory| memory.device == block.device) {
+                memory.driver.segments[pool as usize] += block.size;
+            }
+        }
+    }
+
+    fn free(&mut self, event: &Event, free: &Free) -> Change {
+        let block = self.blocks.remove(free.pool, free.ptr).or_else(|| {
+            // The driver frees by address alone, host memory and device memory alike.
+            match free.pool {
+                Pool::Hal => self.blocks.remove(Pool::Host, free.ptr),
+                Pool::Host => self.blocks.remove(Pool::Hal, free.ptr),
+                _ => None,
+            }
+        });
+        let device = match &block {
+            Some(block) => block.device,
+            None => self.place(free.pool, free.device, event.tid),
+        };
+        if let Some(totals) = free.totals {
+            let at = free.device.or(device);
+            match self.devices.iter_mut().find(|memory| memory.device == at) {
+                Some(memory) => memory.report(free.pool, totals),
+                None => {
+                    self.devices.push(DeviceMemory::new(at));
+                    let last = self.devices.len() - 1;
+                    self.devices[last].report(free.pool, totals)
+                }
+            };
+        }
+        match block {
+            Some(block) => {
+                self.left(&block);
+                Change::Freed(block)
+            }
+            None => {
+                self.unknown_frees[free.pool as usize].add(free.size.unwrap_or(0));
+                Change::UnknownFree { pool: free.pool, device, size: free.size }
+            }
+        }
+    }
+
+    /// Takes a block that is no longer in the store off the sums.
+    fn left(&mut self, block: &Block) {
+        if let Some(memory) = self.devices.iter_mut().find(|memory| memory.device == block.device) {
+            memory.leave(block);
+        }
+        if block.pool == Pool::Hal {
+            self.unclaimed.remove(block.ptr);
+        }
+    }
+
+    fn reset(&mut self, device: DeviceId) -> Change {
+        let blocks = self.blocks.take(|block| block.pool == Pool::Hal && block.device == Some(device));
+        if !blocks.is_empty()
+            && let Some(memory) = self.devices.iter_mut().find(|memory| memory.device == Some(device))
+        {
+            memory.before_reset = None;
+            memory.before_reset = Some(Box::new(memory.clone()));
+        }
+        for block in &blocks {
+            self.left(block);
+        }
+        Change::Reset { device, blocks }
+    }
+
+    fn end(&mut self, how: Ending) -> Change {
+        self.ended = Some(how);
+        self.threads = FxHashMap::default();
+        self.unclaimed = Unclaimed::default();
+        let blocks = self.blocks.take(|_| true);
+        self.blocks = Blocks::default();
+        Change::Ended { how, blocks }
+    }
+
+    /// The device of an event. Host memory is on none.
+    fn place(&mut self, pool: Pool, said: Option<DeviceId>, tid: Tid) -> Option<DeviceId> {
+        match said {
+            Some(device) => self.meet(device),
+            None if pool == Pool::Host => {}
+            None => return self.current_device(tid),
+        }
+        said
+    }
+
+    fn meet(&mut self, device: DeviceId) {
+        self.only_device = match self.only_device {
+            OnlyDevice::NoneYet => OnlyDevice::One(device),
+            OnlyDevice::One(known) if known == device => self.only_device,
+            _ => OnlyDevice::Several,
+        };
+    }
+}
+
+/// Whether the pool is the driver itself: the others take their segments from it.
+fn is_driver(pool: Pool) -> bool {
+    matches!(pool, Pool::Hal | Pool::Host)
+}

@@ -1,0 +1,606 @@
+//! The whole report as one document: what `--json` prints, and what the terminal's text is made from.
+//!
+//! Schema 1. Fields may be added; those that are there keep their names and meanings. Sizes are in bytes,
+//! times in ns of the wall clock, texts from targets safe to print.
+
+use serde::Serialize;
+
+use crate::analysis::Online;
+use crate::analysis::fluctuation::Extremes;
+use crate::analysis::leaks::{Late, LateGroup, Like, Pattern, Reason, Verdicts};
+use crate::analysis::oom::Oom;
+use crate::analysis::reconcile::Reconciliation;
+use crate::model::{
+    AllocationId, Block, Count, DeviceId, DeviceMemory, DevicePtr, Ending, Name, Nanos, Pool, PoolUse,
+    Process, StepId, Tgid, Tid,
+};
+
+/// Blocks listed as not judged, per device: the largest. The totals count all.
+const NOT_JUDGED_LISTED: usize = 10_000;
+
+/// Texts of marks listed, per process.
+const MARKS_LISTED: usize = 10;
+
+#[derive(Debug, Clone, Serialize)]
+pub struct Document {
+    pub schema: u32,
+    pub tool: Tool,
+    /// Whether leaks were looked for: without, there are none in the document.
+    pub leaks_analysed: bool,
+    pub targets: Vec<Target>,
+    pub sites: Vec<Site>,
+    pub events: Events,
+    pub steps: Vec<Step>,
+    pub devices: Vec<Device>,
+    pub processes: Vec<ProcessFacts>,
+    pub dump: Option<Dump>,
+    /// What else the reader must know to judge the figures.
+    pub notes: Vec<String>,
+}
+
+/// What the document says of the trace itself: all that is not in the ledger or the analyses.
+#[derive(Debug, Clone, Default)]
+pub struct Trace {
+    pub targets: Vec<Target>,
+    pub sites: Vec<Site>,
+    pub events: Events,
+    pub dump: Option<Dump>,
+    pub notes: Vec<String>,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct Tool {
+    pub name: &'static str,
+    pub version: &'static str,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct Target {
+    pub pid: Tgid,
+    pub command: String,
+    pub devices: Vec<DeviceId>,
+    /// Version of the wheel, when it is one that is known.
+    pub torch_npu: Option<String>,
+}
+
+/// A place where a probe was, or should have been.
+#[derive(Debug, Clone, Serialize)]
+pub struct Site {
+    pub site: String,
+    /// `None` when no mapped file has it.
+    pub file: Option<String>,
+    pub build_id: Option<String>,
+    /// In the file, in bytes.
+    pub offset: Option<u64>,
+    pub attached: bool,
+    pub hits: u64,
+    pub lost: u64,
+    /// Why it is not attached, or no longer believed.
+    pub reason: Option<String>,
+}
+
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+pub struct Events {
+    pub received: u64,
+    pub lost: u64,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct Dump {
+    pub path: String,
+    /// Whether every event is in it.
+    pub complete: bool,
+    /// Why not.
+    pub reason: Option<String>,
+}
+
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct Step {
+    pub pid: Tgid,
+    pub step: StepId,
+    pub begin_ns: Nanos,
+    /// `None`: had not ended.
+    pub end_ns: Option<Nanos>,
+}
+
+/// One process on one device. Process ids may repeat: a process that replaced its program is another one.
+#[derive(Debug, Clone, Serialize)]
+pub struct Device {
+    pub pid: Tgid,
+    /// `None`: host memory, and what could not be placed.
+    pub device: Option<DeviceId>,
+    pub pools: Vec<PoolFacts>,
+    pub leaks: Vec<BlockFacts>,
+    /// The largest of those that outlived steps and then were freed.
+    pub late: Vec<BlockFacts>,
+    /// Largest first.
+    pub not_judged: Vec<BlockFacts>,
+    pub fluctuation: Vec<FluctuationFacts>,
+    pub late_total: Count,
+    pub late_groups: Vec<LateFacts>,
+    pub not_judged_total: Count,
+    pub oom: Vec<OomFacts>,
+    pub reconciliation: Option<ReconciliationFacts>,
+    /// The process's step that ended last; 0: none. Steps from 2 to the one before it were judged.
+    pub last_step_ended: StepId,
+}
+
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct PoolFacts {
+    pub pool: Pool,
+    pub live_bytes: u64,
+    pub peak_bytes: u64,
+    pub blocks: u64,
+    /// The allocator's own totals; `None` when it never said.
+    pub allocated: Option<u64>,
+    pub reserved: Option<u64>,
+    /// The largest `allocated`.
+    pub peak_allocated: Option<u64>,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct BlockFacts {
+    pub pool: Pool,
+    pub ptr: DevicePtr,
+    pub size: u64,
+    pub step: StepId,
+    /// `recurring`: its like leaked (was freed late) in two or more steps; else `once`.
+    pub pattern: &'static str,
+    pub op: Option<Name>,
+    pub kernel_index: u64,
+    pub pid: Tgid,
+    pub tid: Tid,
+    pub timestamp_ns: Nanos,
+    pub allocation_id: AllocationId,
+    /// Driver blocks: owner module, and the runtime function that was called.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub module: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub api: Option<&'static str>,
+    /// Not judged: why.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+    /// Late: when it was freed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub freed_step: Option<StepId>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub freed_ns: Option<Nanos>,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct LateFacts {
+    pub pool: Pool,
+    pub op: Option<Name>,
+    pub blocks: u64,
+    pub bytes: u64,
+    /// Bytes of the largest.
+    pub largest: u64,
+    /// Steps from allocation to free: the fewest and the most.
+    pub held_min: u32,
+    pub held_max: u32,
+    pub first_step: StepId,
+    pub last_step: StepId,
+}
+
+/// The steps in which a pool's use swung most (smallest ratio of smallest to largest use) and least.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct FluctuationFacts {
+    pub pool: Pool,
+    pub min_ratio: f64,
+    pub min_step: StepId,
+    /// Bytes of the smallest use in that step.
+    pub min_bytes: u64,
+    pub max_ratio: f64,
+    pub max_step: StepId,
+    /// The same in the other step.
+    pub max_min_bytes: u64,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct OomFacts {
+    pub pool: Pool,
+    pub function: &'static str,
+    pub code: i32,
+    pub size: u64,
+    /// The runtime function above, and the bytes it was asked for.
+    pub api: Option<&'static str>,
+    pub requested: u64,
+    pub pid: Tgid,
+    pub tid: Tid,
+    pub first_ns: Nanos,
+    pub last_ns: Nanos,
+    pub step: StepId,
+    pub op: Option<Name>,
+    pub attempts: u32,
+    pub recovered: bool,
+    pub pools: Vec<PoolFacts>,
+    pub largest: Vec<BlockFacts>,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct ReconciliationFacts {
+    /// Taken from the driver since attach and not given back.
+    pub driver_bytes: u64,
+    pub modules: Vec<ModuleFacts>,
+    pub segments: Vec<SegmentFacts>,
+    pub unexplained_bytes: u64,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct ModuleFacts {
+    /// `None`: not known.
+    pub module: Option<String>,
+    pub bytes: u64,
+}
+
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct SegmentFacts {
+    pub pool: Pool,
+    /// Driver bytes of its segments since attach.
+    pub driver_bytes: u64,
+    pub reserved: Option<u64>,
+    pub allocated: Option<u64>,
+    pub before_attach: Option<u64>,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct ProcessFacts {
+    pub pid: Tgid,
+    /// `exit`, `exec`, or `None` while it runs.
+    pub ended: Option<&'static str>,
+    /// It told CANN that it has finished: its blocks were judged at that moment.
+    pub finalized: bool,
+    pub kernels: u64,
+    pub pools: Vec<PoolGaps>,
+    /// Out-of-memories past those that are listed.
+    pub oom_not_listed: u64,
+    /// The texts of marks and ranges that came most often.
+    pub marks: Vec<MarkFacts>,
+}
+
+/// What was not seen of a pool's blocks.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct PoolGaps {
+    pub pool: Pool,
+    /// Freed, but never seen allocated: from before attach, or lost.
+    pub unknown_frees: Count,
+    /// Address handed out again, but never seen freed.
+    pub lost_frees: Count,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct MarkFacts {
+    pub text: Name,
+    pub count: u64,
+}
+
+impl Document {
+    pub fn new(trace: Trace, online: &Online) -> Self {
+        let mut steps = Vec::new();
+        let mut devices = Vec::new();
+        let mut processes = Vec::new();
+        for (position, process) in online.ledger.processes().iter().enumerate() {
+            steps.extend(process.steps().list().iter().map(|step| Step {
+                pid: process.tgid,
+                step: step.id,
+                begin_ns: step.begin,
+                end_ns: step.end,
+            }));
+            devices.extend(process_devices(position, process, online));
+            processes.push(process_facts(position, process, online));
+        }
+        devices.sort_by_key(|device| (device.pid, device.device.is_none(), device.device));
+        Document {
+            schema: 1,
+            tool: Tool { name: "memscope-trace", version: env!("CARGO_PKG_VERSION") },
+            leaks_analysed: online.leaks.is_some(),
+            targets: trace.targets,
+            sites: trace.sites,
+            events: trace.events,
+            steps,
+            devices,
+            processes,
+            dump: trace.dump,
+            notes: trace.notes,
+        }
+    }
+}
+
+fn process_devices(position: usize, process: &Process, online: &Online) -> Vec<Device> {
+    let mut verdicts =
+        online.leaks.as_ref().map(|leaks| leaks.verdicts(position, process)).unwrap_or_default();
+    let ooms = online.oom.of(position);
+    let mut devices: Vec<Device> = process
+        .devices()
+        .iter()
+        .filter(|memory| Pool::ALL.into_iter().any(|pool| memory.pool(pool).was_used()))
+        .map(|memory| device(memory, process, &mut verdicts))
+        .collect();
+    for oom in ooms {
+        let at = devices.iter().position(|device| device.device == oom.device).unwrap_or_else(|| {
+            devices.push(empty_device(process, oom.device));
+            devices.len() - 1
+        });
+        devices[at].oom.push(OomFacts::new(oom, process.tgid));
+    }
+    for extremes in online.fluctuation.extremes(position) {
+        if let Some(device) = devices.iter_mut().find(|device| device.device == extremes.device) {
+            device.fluctuation.push(extremes.into());
+        }
+    }
+    devices
+}
+
+fn empty_device(process: &Process, device: Option<DeviceId>) -> Device {
+    Device {
+        pid: process.tgid,
+        device,
+        pools: Vec::new(),
+        leaks: Vec::new(),
+        late: Vec::new(),
+        not_judged: Vec::new(),
+        fluctuation: Vec::new(),
+        late_total: Count::default(),
+        late_groups: Vec::new(),
+        not_judged_total: Count::default(),
+        oom: Vec::new(),
+        reconciliation: None,
+        last_step_ended: process.steps().last_ended(),
+    }
+}
+
+/// Takes what concerns this device out of the verdicts.
+fn device(memory: &DeviceMemory, process: &Process, verdicts: &mut Verdicts) -> Device {
+    let pid = process.tgid;
+    let mut device = empty_device(process, memory.device);
+    device.pools = Pool::ALL
+        .into_iter()
+        .filter(|pool| memory.pool(*pool).was_used())
+        .map(|pool| PoolFacts::new(pool, memory.pool(pool)))
+        .collect();
+    device.leaks = verdicts
+        .leaks
+        .extract_if(.., |(block, _)| block.device == memory.device)
+        .map(|(block, pattern)| BlockFacts::new(&block, pattern, pid))
+        .collect();
+    let not_judged: Vec<_> =
+        verdicts.not_judged.extract_if(.., |(block, ..)| block.device == memory.device).collect();
+    for (block, ..) in &not_judged {
+        device.not_judged_total.add(block.size);
+    }
+    device.not_judged = not_judged
+        .into_iter()
+        .take(NOT_JUDGED_LISTED)
+        .map(|(block, pattern, reason)| BlockFacts {
+            reason: Some(reason.to_string()),
+            ..BlockFacts::new(&block, pattern, pid)
+        })
+        .collect();
+    device.late = verdicts
+        .late
+        .extract_if(.., |(late, _)| late.block.device == memory.device)
+        .map(|(Late { block, freed, freed_step }, pattern)| BlockFacts {
+            freed_step: Some(freed_step),
+            freed_ns: Some(freed),
+            ..BlockFacts::new(&block, pattern, pid)
+        })
+        .collect();
+    device.late_groups = verdicts
+        .late_groups
+        .extract_if(.., |(like, _)| like.device == memory.device)
+        .map(|(like, group)| LateFacts::new(like, group))
+        .collect();
+    for group in &device.late_groups {
+        device.late_total.blocks += group.blocks;
+        device.late_total.bytes = device.late_total.bytes.saturating_add(group.bytes);
+    }
+    device.reconciliation = memory.device.map(|_| ReconciliationFacts::new(Reconciliation::of(memory)));
+    device
+}
+
+fn process_facts(position: usize, process: &Process, online: &Online) -> ProcessFacts {
+    ProcessFacts {
+        pid: process.tgid,
+        ended: process.ended().map(|ending| match ending {
+            Ending::Exit => "exit",
+            Ending::Exec => "exec",
+        }),
+        finalized: process.finalized(),
+        kernels: process.kernels(),
+        pools: Pool::ALL
+            .into_iter()
+            .map(|pool| PoolGaps {
+                pool,
+                unknown_frees: process.unknown_frees(pool),
+                lost_frees: process.lost_frees(pool),
+            })
+            .filter(|gaps| gaps.unknown_frees.blocks + gaps.lost_frees.blocks > 0)
+            .collect(),
+        oom_not_listed: online.oom.not_kept(position).blocks,
+        marks: online
+            .marks
+            .most_frequent(position, MARKS_LISTED)
+            .into_iter()
+            .map(|(text, count)| MarkFacts { text, count })
+            .collect(),
+    }
+}
+
+impl PoolFacts {
+    fn new(pool: Pool, facts: &PoolUse) -> Self {
+        PoolFacts {
+            pool,
+            live_bytes: facts.live_bytes,
+            peak_bytes: facts.peak_bytes,
+            blocks: facts.blocks,
+            allocated: facts.totals.map(|totals| totals.allocated),
+            reserved: facts.totals.map(|totals| totals.reserved),
+            peak_allocated: facts.totals.map(|_| facts.peak_allocated),
+        }
+    }
+}
+
+impl BlockFacts {
+    fn new(block: &Block, pattern: Pattern, pid: Tgid) -> Self {
+        BlockFacts {
+            pool: block.pool,
+            ptr: block.ptr,
+            size: block.size,
+            step: block.step,
+            pattern: match pattern {
+                Pattern::Recurring => "recurring",
+                Pattern::Once => "once",
+            },
+            op: block.op.clone(),
+            kernel_index: block.kernel_index,
+            pid,
+            tid: block.tid,
+            timestamp_ns: block.time,
+            allocation_id: block.id,
+            module: block.driver.map(|driver| driver.module.to_string()),
+            api: block.driver.and_then(|driver| driver.api),
+            reason: None,
+            freed_step: None,
+            freed_ns: None,
+        }
+    }
+}
+
+impl std::fmt::Display for Reason {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Reason::LastStep => f.write_str("last step"),
+            Reason::Young { freed_after: 1 } => f.write_str("young: its like is freed after 1 step"),
+            Reason::Young { freed_after } => write!(f, "young: its like is freed after {freed_after} steps"),
+        }
+    }
+}
+
+impl LateFacts {
+    fn new(like: Like, group: LateGroup) -> Self {
+        LateFacts {
+            pool: like.pool,
+            op: like.op,
+            blocks: group.count.blocks,
+            bytes: group.count.bytes,
+            largest: group.largest,
+            held_min: group.held_min,
+            held_max: group.held_max,
+            first_step: group.first_step,
+            last_step: group.last_step,
+        }
+    }
+}
+
+impl From<Extremes> for FluctuationFacts {
+    fn from(Extremes { pool, most, least, .. }: Extremes) -> Self {
+        FluctuationFacts {
+            pool,
+            min_ratio: most.ratio,
+            min_step: most.step,
+            min_bytes: most.min_bytes,
+            max_ratio: least.ratio,
+            max_step: least.step,
+            max_min_bytes: least.min_bytes,
+        }
+    }
+}
+
+impl OomFacts {
+    fn new(oom: &Oom, pid: Tgid) -> Self {
+        OomFacts {
+            pool: oom.pool,
+            function: oom.function,
+            code: oom.code,
+            size: oom.size,
+            api: oom.api.map(|(name, _)| name),
+            requested: oom.request(),
+            pid,
+            tid: oom.tid,
+            first_ns: oom.first,
+            last_ns: oom.last,
+            step: oom.step,
+            op: oom.op.clone(),
+            attempts: oom.attempts,
+            recovered: oom.recovered,
+            pools: oom.pools.iter().map(|(pool, facts)| PoolFacts::new(*pool, facts)).collect(),
+            largest: oom.largest.iter().map(|block| BlockFacts::new(block, Pattern::Once, pid)).collect(),
+        }
+    }
+}
+
+impl ReconciliationFacts {
+    fn new(reconciliation: Reconciliation) -> Self {
+        ReconciliationFacts {
+            driver_bytes: reconciliation.driver,
+            modules: reconciliation
+                .modules
+                .into_iter()
+                .map(|(module, bytes)| ModuleFacts { module: module.map(|module| module.to_string()), bytes })
+                .collect(),
+            segments: reconciliation
+                .segments
+                .into_iter()
+                .map(|segments| SegmentFacts {
+                    pool: segments.pool,
+                    driver_bytes: segments.driver,
+                    reserved: segments.reserved,
+                    allocated: segments.allocated,
+                    before_attach: segments.before_attach,
+                })
+                .collect(),
+            unexplained_bytes: reconciliation.unexplained,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::StepRule;
+    use crate::model::testing::leak6;
+
+    fn document(events: &[crate::model::Event]) -> Document {
+        let mut online = Online::new(StepRule::default(), true);
+        for event in events {
+            online.apply(event);
+        }
+        Document::new(Trace::default(), &online)
+    }
+
+    /// The reference tool's report of this trace: leaks of steps 2 to 5, 3.000488 MiB each; its ratios.
+    #[test]
+    fn the_peers_figures_come_out() {
+        let whole = leak6();
+        let finalize = whole.iter().position(|event| event.kind == crate::model::EventKind::AclFinalize);
+        // Whether the trace ends with the program or is cut before anything is torn down.
+        for events in [&whole[..], &whole[..finalize.unwrap_or_default()]] {
+            let document = document(events);
+            assert_eq!(document.steps.len(), 6);
+            let [device] = &document.devices[..] else { panic!("{:?}", document.devices) };
+
+            let leaks: Vec<_> =
+                device.leaks.iter().map(|leak| (leak.step.0, leak.ptr.0, leak.size, leak.pattern)).collect();
+            assert_eq!(
+                leaks,
+                [
+                    (2, 0x7f04_e030_0200, 3_146_240, "recurring"),
+                    (3, 0x7f04_e060_0400, 3_146_240, "recurring"),
+                    (4, 0x7f04_e090_0600, 3_146_240, "recurring"),
+                    (5, 0x7f04_e0c0_0800, 3_146_240, "recurring"),
+                ]
+            );
+            let [last] = &device.not_judged[..] else { panic!("{:?}", device.not_judged) };
+            assert_eq!((last.step.0, last.ptr.0, last.pattern), (6, 0x7f04_e0f0_0a00, "recurring"));
+            assert_eq!(last.reason.as_deref(), Some("last step"));
+            assert!(device.late.is_empty(), "what is freed after aclFinalize is not late");
+
+            let pta = device.fluctuation.iter().find(|facts| facts.pool == Pool::Pta);
+            let pta = pta.unwrap_or_else(|| panic!("{:?}", device.fluctuation));
+            assert_eq!(format!("{:.4} {}", pta.min_ratio * 100.0, pta.min_step), "29.1716 2");
+            assert_eq!(format!("{:.4}", pta.min_bytes as f64 / 1048576.0), "7.0015");
+            assert_eq!(format!("{:.4} {}", pta.max_ratio * 100.0, pta.max_step), "52.7830 6");
+            assert_eq!(format!("{:.4}", pta.max_min_bytes as f64 / 1048576.0), "19.0034");
+        }
+    }
+}
