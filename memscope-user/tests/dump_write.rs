@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use memscope::dump::{
-    Caller, Config, Fact, FileReport, Format, OutputError, Pipeline, Place, Row, Summary, Writer,
+    Caller, Config, Fact, FileReport, Format, OutputError, Pipeline, Place, Row, Summary, Writer, rows_of,
 };
 use memscope::model::*;
 
@@ -99,12 +99,12 @@ fn is_root() -> bool {
 fn rows_are_those_of_msmemscope() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut alloc = pta(1001, 0, 0x1000, 512, 512);
-    alloc.allocation_id = Some(1);
+    alloc.allocation_id = Some(AllocationId(1));
     let mut driver = hal(1002, Pool::Hal, Some(0), 0x12c041400000, 2097184);
-    driver.allocation_id = Some(2);
+    driver.allocation_id = Some(AllocationId(2));
     driver.owner = Some("train@weight".into());
     let mut free = on(0, hal_free(1010, 0x12c041400000));
-    free.allocation_id = Some(2);
+    free.allocation_id = Some(AllocationId(2));
     free.size = Some(2097184);
     let pool_free = row(
         1011,
@@ -125,7 +125,7 @@ fn rows_are_those_of_msmemscope() {
             Fact::NeverFreed { pool: Pool::PtaWorkspace, ptr: DevicePtr(0x2000) },
         ),
     );
-    alive.allocation_id = Some(3);
+    alive.allocation_id = Some(AllocationId(3));
     alive.size = Some(64);
     let failed = row(
         1013,
@@ -269,6 +269,89 @@ fn every_process_has_a_directory_and_every_device_a_file() {
         ]
     );
     assert!(lines(&reports[2].path)[1].starts_with("0,MALLOC,PTA,N/A,5,99,"));
+}
+
+#[test]
+fn a_program_that_is_replaced_ends_its_files() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let before = pta(1, 0, 0x1000, 512, 512);
+    let after = pta(3, 0, 0x2000, 512, 512);
+    let reports = write(dir.path(), [before, row(2, EventKind::Exec), after]);
+    let [first, second] = reports.as_slice() else { panic!("two files, not {reports:?}") };
+    assert!(lines(&first.path)[2].starts_with("1,SYSTEM,EXEC,N/A,2,"));
+    assert!(lines(&second.path)[1].starts_with("0,MALLOC,PTA,N/A,3,"));
+}
+
+#[test]
+fn rows_say_what_the_ledger_knows() {
+    let event = |time, kind| Event { time: Nanos(time), tgid: Tgid(77), tid: Tid(78), kind };
+    let alloc = |pool, device: Option<u16>, ptr, size| {
+        EventKind::Alloc(Alloc {
+            pool,
+            device: device.map(DeviceId),
+            ptr: DevicePtr(ptr),
+            size,
+            totals: None,
+            driver: None,
+        })
+    };
+    let free = |ptr| {
+        EventKind::Free(Free { pool: Pool::Hal, device: None, ptr: DevicePtr(ptr), size: None, totals: None })
+    };
+    let mut ledger = Ledger::default();
+    let mut rows = Vec::new();
+    for event in [
+        event(1, EventKind::DeviceSet { device: DeviceId(1) }),
+        event(2, EventKind::Mark { text: "m".into(), domain: None }),
+        event(3, alloc(Pool::Hal, Some(2), 0x1000, 512)),
+        event(4, alloc(Pool::Hal, Some(2), 0x1000, 1024)),
+        event(5, free(0x1000)),
+        event(6, free(0x9000)),
+        event(7, alloc(Pool::PtaWorkspace, None, 0x5000, 64)),
+        event(8, alloc(Pool::PtaWorkspace, None, 0x5000, 64)),
+        event(9, alloc(Pool::Hal, Some(2), 0x6000, 1)),
+        event(10, EventKind::DeviceReset { device: DeviceId(2) }),
+        event(11, EventKind::Exit),
+    ] {
+        let change = ledger.apply(&event);
+        rows_of(&event, &change, &ledger, |row| rows.push(row));
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let reports = write(dir.path(), rows);
+    let cells = |path: &Path| -> Vec<String> {
+        let shown = [0, 1, 2, 4, 7, 8, 9];
+        let mut lines: Vec<String> = Vec::new();
+        for line in &self::lines(path)[1..] {
+            let cells = peer_cells(line);
+            lines.push(shown.map(|column| cells[column].trim_start_matches("0x000000000000")).join(" "));
+        }
+        lines
+    };
+    let [one, two] = reports.as_slice() else { panic!("two files, not {reports:?}") };
+    assert_eq!(
+        cells(&one.path),
+        [
+            "0 MSTX Mark 2 1 N/A ",
+            "5 FREE HAL 6 N/A 9000 {addr:0x0000000000009000,size:0}",
+            "6 MALLOC PTA_WORKSPACE 7 1 5000 {allocation_id:3,addr:0x0000000000005000,size:64,owner:PTA_WORKSPACE}",
+            "10 FREE PTA_WORKSPACE 11 1 5000 {allocation_id:3,addr:0x0000000000005000,size:64,shadow:true}",
+            "11 SYSTEM EXIT 11 N/A N/A ",
+        ]
+    );
+    assert_eq!(
+        cells(&two.path),
+        [
+            "1 MALLOC HAL 3 2 1000 {allocation_id:1,addr:0x0000000000001000,size:512,owner:CANN@UNKNOWN}",
+            "2 FREE HAL 4 2 1000 {allocation_id:1,addr:0x0000000000001000,size:512,shadow:true}",
+            "3 MALLOC HAL 4 2 1000 {allocation_id:2,addr:0x0000000000001000,size:1024,owner:CANN@UNKNOWN}",
+            "4 FREE HAL 5 2 1000 {allocation_id:2,addr:0x0000000000001000,size:1024}",
+            "5 FREE HAL 6 N/A 9000 {addr:0x0000000000009000,size:0}",
+            "7 MALLOC HAL 9 2 6000 {allocation_id:4,addr:0x0000000000006000,size:1,owner:CANN@UNKNOWN}",
+            "8 FREE HAL 10 2 6000 {allocation_id:4,addr:0x0000000000006000,size:1,shadow:true}",
+            "9 SYSTEM DEVICE_RESET 10 2 N/A ",
+            "11 SYSTEM EXIT 11 N/A N/A ",
+        ]
+    );
 }
 
 #[test]

@@ -6,17 +6,15 @@
 //! `docs/output-formats.md` describes what is written.
 
 pub mod csv;
-mod modules;
 mod output;
 mod pipeline;
 mod record;
 mod row;
 mod writer;
 
-pub use modules::{module_id, module_name};
 pub use output::{Caller, OutputError};
 pub use pipeline::{Pipeline, Summary};
-pub use row::{AccessKind, Fact, Framework, Place, Row};
+pub use row::{AccessKind, Fact, Framework, Place, Row, live_rows, rows_of};
 pub use writer::{Config, FileReport, Format, WriteFailure, Writer};
 
 /// Names of the twelve columns, in order.

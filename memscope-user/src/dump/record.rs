@@ -2,9 +2,8 @@
 
 use std::borrow::Cow;
 
-use crate::model::{Alloc, DevicePtr, EventKind, PageType, Pool, Totals};
+use crate::model::{Alloc, DevicePtr, EventKind, Module, PageType, Pool, Totals};
 
-use super::modules::module_name;
 use super::row::{AccessKind, Fact, Framework, Place, Row};
 
 /// One line of the table.
@@ -126,7 +125,7 @@ pub(super) fn records<'a>(row: &'a Row, mut put: impl FnMut(Record<'a>)) {
             let mut record =
                 new("ACCESS", event_type).named(name.as_deref().map_or(Label::None, Label::Text));
             record.ptr = Some(*ptr);
-            record.attrs.extend(row.allocation_id.map(|id| ("allocation_id", Value::Number(id))));
+            record.attrs.extend(row.allocation_id.map(|id| ("allocation_id", Value::Number(id.0))));
             record.attrs.extend([("addr", Value::Address(*ptr)), ("size", Value::Number(*size))]);
             record.attrs.extend(pool.map(|pool| ("type", Value::Word(event_type_of(pool)))));
             put(record);
@@ -162,7 +161,7 @@ fn block<'a>(row: &'a Row, event: &'static str, pool: Pool, ptr: DevicePtr, size
     let mut record = Record::new(row, event, event_type_of(pool));
     record.ptr = Some(ptr);
     record.attrs.reserve(8);
-    record.attrs.extend(row.allocation_id.map(|id| ("allocation_id", Value::Number(id))));
+    record.attrs.extend(row.allocation_id.map(|id| ("allocation_id", Value::Number(id.0))));
     // msMemScope writes 0 for a free of a block it does not know.
     let size = size.or(row.size).unwrap_or(0);
     record.attrs.extend([("addr", Value::Address(ptr)), ("size", Value::Number(size))]);
@@ -175,8 +174,8 @@ fn owner<'a>(row: &'a Row, alloc: &Alloc) -> Option<Owner<'a>> {
         // msMemScope has no owner for pinned host memory.
         Pool::Host => None,
         Pool::Hal => {
-            let module = alloc.driver.as_ref().map_or("UNKNOWN", |driver| module_name(driver.module));
-            Some(Owner { framework: "CANN", module: Some(module), labels })
+            let module = alloc.driver.as_ref().and_then(|driver| Module(driver.module).name());
+            Some(Owner { framework: "CANN", module: Some(module.unwrap_or("UNKNOWN")), labels })
         }
         pool => Some(Owner { framework: pool.name(), module: None, labels }),
     }

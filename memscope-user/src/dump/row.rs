@@ -4,7 +4,10 @@ use std::fmt;
 
 use serde::{Serialize, Serializer};
 
-use crate::model::{DeviceId, DevicePtr, Event, EventKind, Name, Nanos, Pool, Tgid, Tid};
+use crate::model::{
+    AllocationId, Block, Change, DeviceId, DevicePtr, Event, EventKind, Ledger, Name, Nanos, Pool, Process,
+    Tgid, Tid,
+};
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Row {
@@ -15,8 +18,8 @@ pub struct Row {
     /// The device of the row where the event itself does not say: of the block that is freed, or the one that
     /// is current on the thread. A row without any goes into every file of the process.
     pub device: Option<DeviceId>,
-    /// Number of the block within its process, from 1; the same on all rows of the block.
-    pub allocation_id: Option<u64>,
+    /// The block; the same on all its rows.
+    pub allocation_id: Option<AllocationId>,
     /// Bytes of the block where the event itself does not say (frees of the driver).
     pub size: Option<u64>,
     /// Labels of the block, joined with `@`, after the one of the framework.
@@ -158,4 +161,58 @@ impl From<Event> for Row {
     fn from(event: Event) -> Self {
         Row::new(event.time, event.tgid, event.tid, Fact::Event(event.kind))
     }
+}
+
+/// The rows of an event that the ledger has just applied, in order. Blocks that end with it without a free of their
+/// own (their process ended, their device was reset, their address was handed out again) get a row each.
+pub fn rows_of(event: &Event, change: &Change, ledger: &Ledger, mut put: impl FnMut(Row)) {
+    let process = ledger.process(event.tgid);
+    let mut row = Row::from(event.clone());
+    match change {
+        // The same block in other words: a second MALLOC row would have no FREE row.
+        Change::Reported(_) => return,
+        Change::Allocated { block, replaced } => {
+            if let Some(replaced) = replaced {
+                put(never_freed(replaced, event.tgid, event.tid, event.time));
+            }
+            if let Some(block) = process.and_then(|process| process.block(*block)) {
+                row.device = block.device;
+                row.allocation_id = Some(block.id);
+            }
+        }
+        Change::Freed(block) => {
+            row.device = block.device;
+            row.allocation_id = Some(block.id);
+            row.size = Some(block.size);
+        }
+        // Neither its size nor its device is known unless the event says them.
+        Change::UnknownFree { .. } => {}
+        Change::Failed { device } => row.device = *device,
+        Change::Reset { blocks, .. } | Change::Ended { blocks, .. } => {
+            blocks.iter().for_each(|block| put(never_freed(block, event.tgid, event.tid, event.time)));
+        }
+        Change::Nothing | Change::Step { .. } | Change::Finalized => {
+            row.device = process.and_then(|process| match event.kind {
+                EventKind::AclInit | EventKind::AclFinalize => None,
+                _ => process.current_device(event.tid),
+            });
+        }
+    }
+    put(row);
+}
+
+/// Rows for the blocks that are alive when the trace ends, in order of allocation.
+pub fn live_rows(process: &Process, time: Nanos) -> impl Iterator<Item = Row> {
+    let mut blocks: Vec<&Block> = process.blocks().collect();
+    blocks.sort_by_key(|block| block.id);
+    let tgid = process.tgid;
+    blocks.into_iter().map(move |block| never_freed(block, tgid, Tid(tgid.0), time))
+}
+
+fn never_freed(block: &Block, tgid: Tgid, tid: Tid, time: Nanos) -> Row {
+    let mut row = Row::new(time, tgid, tid, Fact::NeverFreed { pool: block.pool, ptr: block.ptr });
+    row.device = block.device;
+    row.allocation_id = Some(block.id);
+    row.size = Some(block.size);
+    row
 }

@@ -95,6 +95,12 @@ impl Writer {
         let project =
             self.projects.entry(row.tgid).or_insert_with(|| Project::new(row.tgid, self.formats.clone()));
         project.write(&self.root.dir, row);
+        // The program that comes next is another process in all but its number.
+        if row.fact == Fact::Event(EventKind::Exec)
+            && let Some(project) = self.projects.remove(&row.tgid)
+        {
+            project.finish(&mut self.reports);
+        }
     }
 
     /// Hands everything taken so far to the kernel.
