@@ -5,7 +5,7 @@ use core::ffi::c_void;
 use memscope_ebpf::{Call, InFlight, NO_ARG, flags, kind, ret};
 
 use crate::{
-    regs::Regs,
+    regs::{Regs, choose},
     site::{Hit, IN_FLIGHT},
     user,
 };
@@ -21,14 +21,15 @@ pub extern "C" fn enter(ctx: *mut c_void) -> u32 {
 }
 
 #[inline(always)]
-fn args(regs: Regs) -> [u64; 6] {
-    [regs.arg::<0>(), regs.arg::<1>(), regs.arg::<2>(), regs.arg::<3>(), regs.arg::<4>(), regs.arg::<5>()]
-}
-
-#[inline(always)]
 fn send_enter(hit: &Hit, regs: Regs) {
     let Some(mut entry) = hit.reserve::<Call>() else { return };
-    entry.write(Call { header: hit.header(kind::ENTER, 0), args: args(regs), ret: 0, out: 0, extra: [0; 4] });
+    entry.write(Call {
+        header: hit.header(kind::ENTER, 0),
+        args: regs.args(),
+        ret: 0,
+        out: 0,
+        extra: [0; 4],
+    });
     hit.submit(entry);
 }
 
@@ -38,7 +39,7 @@ fn send_enter(hit: &Hit, regs: Regs) {
 pub extern "C" fn keep(ctx: *mut c_void) -> u32 {
     if let Some(hit) = Hit::new(ctx) {
         let regs = Regs::new(ctx);
-        keep_call(&hit, &InFlight { args: args(regs), extra: [0; 4], flags: 0 });
+        keep_call(&hit, &InFlight { args: regs.args(), extra: [0; 4], flags: 0 });
     }
     0
 }
@@ -49,7 +50,7 @@ pub extern "C" fn keep(ctx: *mut c_void) -> u32 {
 pub extern "C" fn keep_struct(ctx: *mut c_void) -> u32 {
     if let Some(hit) = Hit::new(ctx) {
         let regs = Regs::new(ctx);
-        let mut call = InFlight { args: args(regs), extra: [0; 4], flags: 0 };
+        let mut call = InFlight { args: regs.args(), extra: [0; 4], flags: 0 };
         // SAFETY: `extra` is a local array of integers.
         if !unsafe { user::read_into(&raw mut call.extra, regs.arg_at(hit.site.arg)) } {
             call.flags = flags::UNREADABLE as u64;
@@ -100,15 +101,7 @@ fn send_leave(hit: &Hit, call: &InFlight, value: u64) {
         if hit.site.ret == ret::IS_RESULT {
             (*record).out = value;
         } else if !failed && hit.site.out != NO_ARG {
-            let out = call.args[0..6].as_ptr();
-            let address = match hit.site.out {
-                0 => *out,
-                1 => *out.add(1),
-                2 => *out.add(2),
-                3 => *out.add(3),
-                4 => *out.add(4),
-                _ => *out.add(5),
-            };
+            let address = choose(call.args, hit.site.out);
             if !user::read_into(&raw mut (*record).out, address) {
                 flags |= flags::UNREADABLE;
             }

@@ -45,6 +45,9 @@ pub struct Site {
     pub ret: u8,
     /// The collector is woken whenever the unread bytes cross a multiple of 2 to this power (8 to 31).
     pub wake_shift: u8,
+    /// Added to the address once all pointers are followed.
+    pub after: u16,
+    pub reserved: u16,
 }
 
 pub const SITE_ANY: u32 = u32::MAX;
@@ -195,6 +198,9 @@ macro_rules! wire {
             #[cfg(feature = "user")]
             // SAFETY: repr(C), made of integers only, without padding (the size is the sum of the fields).
             unsafe impl Plain for $name {}
+            #[cfg(feature = "user")]
+            // SAFETY: as above.
+            unsafe impl aya::Pod for $name {}
         )*
     };
 }
@@ -214,6 +220,6 @@ pub unsafe trait Plain: Copy + 'static {
 }
 
 wire! {
-    Site = 12, Counters = 40, Header = 24, Call = 120, Name = 176, Mark = 360, Report = 80,
+    Site = 16, Counters = 40, Header = 24, Call = 120, Name = 176, Mark = 360, Report = 80,
     InFlight = 88, InFlightKey = 16,
 }

@@ -2,6 +2,8 @@
 
 use core::ffi::c_void;
 
+use memscope_ebpf::ARGS;
+
 /// The context of a uprobe program: `struct pt_regs` (x86_64) or `struct user_pt_regs` (aarch64).
 #[derive(Clone, Copy)]
 pub struct Regs(*const u64);
@@ -32,22 +34,42 @@ impl Regs {
         unsafe { *self.0.add(layout::ARGS[N]) }
     }
 
+    /// All arguments.
+    ///
+    /// Loaded one by one, whichever is wanted: a load from "context plus something" is refused by the verifier,
+    /// and that is what a choice between loads is compiled to.
+    #[inline(always)]
+    pub fn args(self) -> [u64; ARGS] {
+        let load = |n: usize| {
+            // SAFETY: as in `arg`.
+            unsafe { self.0.add(layout::ARGS[n]).read_volatile() }
+        };
+        [load(0), load(1), load(2), load(3), load(4), load(5)]
+    }
+
     /// The argument whose number is known at run time only.
     #[inline(always)]
     pub fn arg_at(self, n: u8) -> u64 {
-        match n {
-            0 => self.arg::<0>(),
-            1 => self.arg::<1>(),
-            2 => self.arg::<2>(),
-            3 => self.arg::<3>(),
-            4 => self.arg::<4>(),
-            _ => self.arg::<5>(),
-        }
+        choose(self.args(), n)
     }
 
     #[inline(always)]
     pub fn ret(self) -> u64 {
         // SAFETY: as in `arg`.
         unsafe { *self.0.add(layout::RET) }
+    }
+}
+
+/// One of the arguments, by comparing: the stack of a BPF program has no computed addresses before 5.12.
+#[inline(always)]
+pub fn choose(args: [u64; ARGS], n: u8) -> u64 {
+    let [a, b, c, d, e, f] = args;
+    match n {
+        0 => a,
+        1 => b,
+        2 => c,
+        3 => d,
+        4 => e,
+        _ => f,
     }
 }

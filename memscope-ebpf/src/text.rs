@@ -46,11 +46,12 @@ pub extern "C" fn mark(ctx: *mut c_void) -> u32 {
     {
         let regs = Regs::new(ctx);
         let record = entry.as_mut_ptr();
-        let address = address_of_datum(hit.site, regs).unwrap_or(0);
+        let has_text = hit.site.arg != NO_ARG;
+        let address = if has_text { address_of_datum(hit.site, regs).unwrap_or(0) } else { 0 };
         let domain = if hit.site.domain == NO_ARG { 0 } else { regs.arg_at(hit.site.domain) };
         // SAFETY: as in `name`.
         unsafe {
-            let (len, flags) = text_at(&raw mut (*record).text, address);
+            let (len, flags) = if has_text { text_at(&raw mut (*record).text, address) } else { (0, 0) };
             if flags & flags::UNREADABLE != 0 {
                 hit.unreadable();
             }

@@ -43,5 +43,5 @@ pub fn address_of_datum(site: &Site, regs: Regs) -> Option<u64> {
     if site.derefs > 1 {
         address = read_u64(address)?;
     }
-    Some(address)
+    Some(address.wrapping_add(site.after as u64))
 }

@@ -1,0 +1,72 @@
+//! What this kernel can do, found by trying, never by its version number.
+
+use std::{ffi::CString, io, os::fd::AsFd, path::Path, sync::mpsc, thread};
+
+use aya_obj::generated::bpf_insn;
+use serde::Serialize;
+
+use super::sys::{self, UprobePmu};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Features {
+    /// `bpf_get_attach_cookie` (5.15).
+    pub attach_cookie: bool,
+    /// `uprobe_multi` links (6.6).
+    pub uprobe_multi: bool,
+    /// Their PID filter means the process, not one thread of it (6.6.35, 6.9.5, 6.10).
+    pub uprobe_multi_pid: bool,
+    /// uprobes as perf events (4.17).
+    pub perf_uprobe: bool,
+}
+
+const EXIT: bpf_insn = instruction(0x95, 0, 0);
+
+const fn instruction(code: u8, regs: u8, imm: i32) -> bpf_insn {
+    bpf_insn { code, _bitfield_align_1: [], _bitfield_1: aya_obj::generated::__BindgenBitfieldUnit::new([regs]), off: 0, imm }
+}
+
+impl Features {
+    pub fn probe() -> Self {
+        // `call 174; exit` and `r0 = 0; exit`.
+        let cookie = [instruction(0x85, 0, 174), EXIT];
+        let attach_cookie = sys::prog_load(sys::PROG_TYPE_KPROBE, 0, &cookie, "probe_cookie").is_ok();
+        let (uprobe_multi, uprobe_multi_pid) = probe_uprobe_multi();
+        Self {
+            attach_cookie,
+            uprobe_multi,
+            uprobe_multi_pid,
+            perf_uprobe: UprobePmu::find(Path::new("/sys")).is_ok(),
+        }
+    }
+}
+
+fn probe_uprobe_multi() -> (bool, bool) {
+    let nothing = [instruction(0xb7, 0, 0), EXIT];
+    let Ok(program) = sys::prog_load(sys::PROG_TYPE_KPROBE, sys::TRACE_UPROBE_MULTI, &nothing, "probe_multi") else {
+        return (false, false);
+    };
+    let attempt = |path: &str, pid| {
+        let path = CString::new(path).map_err(io::Error::other)?;
+        sys::uprobe_multi(program.as_fd(), &path, &[0], &[0], pid, false)
+    };
+    // A kernel that knows the link type looks at the path, and "/" is no regular file.
+    let known = attempt("/", None).is_err_and(|e| e.raw_os_error() == Some(libc::EBADF));
+    if !known {
+        return (false, false);
+    }
+    // Where the filter takes a process, the id of a thread that leads none is refused (ESRCH); where it takes a
+    // thread, that is accepted. The probed byte is our own ELF header, which never runs.
+    let (stop, stopped) = mpsc::channel::<()>();
+    let (tell, told) = mpsc::channel();
+    let helper = thread::spawn(move || {
+        // SAFETY: gettid takes nothing and can not fail.
+        let _ = tell.send(unsafe { libc::gettid() } as u32);
+        let _ = stopped.recv();
+    });
+    let by_process = told
+        .recv()
+        .is_ok_and(|tid| attempt("/proc/self/exe", Some(tid)).is_err_and(|e| e.raw_os_error() == Some(libc::ESRCH)));
+    drop(stop);
+    let _ = helper.join();
+    (true, by_process)
+}

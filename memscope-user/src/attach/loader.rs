@@ -1,0 +1,217 @@
+//! Loads the BPF object: a small loader over aya-obj, because aya 0.14 can neither load programs for
+//! `uprobe_multi` nor give each site its own copy of a program on kernels without attach cookies.
+
+use std::{
+    collections::{BTreeMap, HashMap as StdHashMap},
+    io,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+};
+
+use aya::maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray, RingBuf};
+use aya_obj::generated::bpf_insn;
+use memscope_ebpf::{Counters, InFlight, InFlightKey, Site};
+
+use super::sys;
+
+/// The object of `cargo xtask build-ebpf`, or nothing where it was not built.
+static OBJECT: &[u8] = {
+    /// The ELF reader wants its input aligned.
+    #[repr(C, align(8))]
+    struct Aligned<T: ?Sized>(T);
+    static ALIGNED: &Aligned<[u8]> = &Aligned(*include_bytes!(concat!(env!("OUT_DIR"), "/memscope.bpf.o")));
+    &ALIGNED.0
+};
+
+/// `bpf_get_attach_cookie`.
+const ATTACH_COOKIE: i32 = 174;
+
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    #[error("this build of memscope-trace carries no BPF programs; run `cargo xtask build-ebpf`, then build again")]
+    NotBuilt,
+    #[error("the BPF object in this build can not be read ({0}); run `cargo xtask build-ebpf`, then build again")]
+    Object(String),
+    #[error("can not create the BPF map {name}: {source}; {}", advice(source))]
+    Map { name: String, source: io::Error },
+    #[error("can not use the BPF map {name}: {source}")]
+    UseMap { name: &'static str, source: MapError },
+    #[error("the kernel refuses the BPF program {program}: {source}; {}{}", advice(source), verifier(log))]
+    Program { program: &'static str, source: io::Error, log: String },
+}
+
+fn advice(error: &io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(libc::EPERM) => "run as root, or with CAP_BPF and CAP_PERFMON; `memscope-trace check` says what is missing",
+        Some(libc::ENOSYS) => "this kernel is built without BPF",
+        Some(libc::ENOMEM) => "the limit on locked memory or the host's memory is used up: try a smaller --ring-size",
+        _ => "`memscope-trace check` says what this kernel lacks",
+    }
+}
+
+fn verifier(log: &str) -> String {
+    let tail: Vec<_> = log.lines().rev().take(12).collect();
+    if tail.is_empty() { String::new() } else { format!("\nthe verifier says: {}", tail.into_iter().rev().collect::<Vec<_>>().join("\n  ")) }
+}
+
+/// The programs of the object, by what runs where.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Program {
+    Enter,
+    Keep,
+    KeepStruct,
+    Leave,
+    Value,
+    Name,
+    Mark,
+    Report,
+    Mapped,
+    Exec,
+}
+
+impl Program {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Enter => "enter",
+            Self::Keep => "keep",
+            Self::KeepStruct => "keep_struct",
+            Self::Leave => "leave",
+            Self::Value => "value",
+            Self::Name => "name",
+            Self::Mark => "mark",
+            Self::Report => "report",
+            Self::Mapped => "mapped",
+            Self::Exec => "exec",
+        }
+    }
+
+    pub fn on_return(self) -> bool {
+        matches!(self, Self::Leave | Self::Value)
+    }
+}
+
+/// How a program will be attached, which the kernel wants to know when it loads it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Flavour {
+    UprobeMulti,
+    /// A perf event with a cookie.
+    PerfCookie,
+    /// A perf event on a kernel without cookies: a copy of the program for this site alone.
+    PerfSite(u32),
+    RawTracepoint,
+}
+
+/// The loaded object: its maps, and its programs as they are asked for.
+pub struct Loader {
+    instructions: StdHashMap<String, Vec<bpf_insn>>,
+    programs: BTreeMap<(Program, Flavour), OwnedFd>,
+}
+
+/// The maps, typed.
+pub struct Maps {
+    pub records: RingBuf<MapData>,
+    pub sites: Array<MapData, Site>,
+    pub counters: PerCpuArray<MapData, Counters>,
+    pub targets: HashMap<MapData, u32, u32>,
+    pub in_flight: HashMap<MapData, InFlightKey, InFlight>,
+}
+
+impl Loader {
+    /// Creates the maps and readies the programs. `ring_bytes` is rounded up to a power of two of at least a page.
+    pub fn new(ring_bytes: u32) -> Result<(Self, Maps), LoadError> {
+        if OBJECT.is_empty() {
+            return Err(LoadError::NotBuilt);
+        }
+        let broken = |e: &dyn std::fmt::Display| LoadError::Object(e.to_string());
+        let mut object = aya_obj::Object::parse(OBJECT).map_err(|e| broken(&e))?;
+        let mut definitions = StdHashMap::new();
+        let mut maps: StdHashMap<String, MapData> = StdHashMap::new();
+        for (name, mut map) in object.maps.drain() {
+            if name == "RECORDS" {
+                map.set_max_entries(ring_bytes.next_power_of_two().max(64 * 1024));
+            }
+            definitions.insert(name.clone(), map.clone());
+            let data = MapData::create(map, &name, None).map_err(|e| match e {
+                MapError::CreateError { io_error, .. } => LoadError::Map { name: name.clone(), source: io_error },
+                e => LoadError::Map { name: name.clone(), source: io::Error::other(e) },
+            })?;
+            maps.insert(name, data);
+        }
+        let sections = object.functions.keys().map(|(section, _)| *section).collect();
+        object
+            .relocate_maps(
+                definitions.iter().map(|(name, map)| (name.as_str(), maps[name].fd().as_fd().as_raw_fd(), map)),
+                &sections,
+            )
+            .map_err(|e| broken(&e))?;
+        object.relocate_calls(&sections).map_err(|e| broken(&e))?;
+        let instructions = object
+            .programs
+            .iter()
+            .filter_map(|(name, program)| {
+                let function = object.functions.get(&program.function_key())?;
+                Some((name.clone(), function.instructions.clone()))
+            })
+            .collect();
+        let maps = Maps {
+            records: take(&mut maps, "RECORDS", Map::RingBuf)?,
+            sites: take(&mut maps, "SITES", Map::Array)?,
+            counters: take(&mut maps, "COUNTERS", Map::PerCpuArray)?,
+            targets: take(&mut maps, "TARGETS", Map::HashMap)?,
+            in_flight: take(&mut maps, "IN_FLIGHT", Map::HashMap)?,
+        };
+        Ok((Self { instructions, programs: BTreeMap::new() }, maps))
+    }
+
+    /// The program, loaded for this way of attaching.
+    pub fn program(&mut self, program: Program, flavour: Flavour) -> Result<BorrowedFd<'_>, LoadError> {
+        let key = (program, flavour);
+        if !self.programs.contains_key(&key) {
+            let fd = self.load(program, flavour)?;
+            self.programs.insert(key, fd);
+        }
+        Ok(self.programs[&key].as_fd())
+    }
+
+    fn load(&self, program: Program, flavour: Flavour) -> Result<OwnedFd, LoadError> {
+        let mut instructions = self
+            .instructions
+            .get(program.name())
+            .cloned()
+            .ok_or_else(|| LoadError::Object(format!("it has no program `{}`", program.name())))?;
+        if let Flavour::PerfSite(site) = flavour {
+            replace_cookie(&mut instructions, site);
+        }
+        let (prog_type, attach_type) = match flavour {
+            Flavour::UprobeMulti => (sys::PROG_TYPE_KPROBE, sys::TRACE_UPROBE_MULTI),
+            Flavour::PerfCookie | Flavour::PerfSite(_) => (sys::PROG_TYPE_KPROBE, 0),
+            Flavour::RawTracepoint => (sys::PROG_TYPE_RAW_TRACEPOINT, 0),
+        };
+        sys::prog_load(prog_type, attach_type, &instructions, program.name())
+            .map_err(|(source, log)| LoadError::Program { program: program.name(), source, log })
+    }
+}
+
+fn take<T>(
+    maps: &mut StdHashMap<String, MapData>,
+    name: &'static str,
+    variant: fn(MapData) -> Map,
+) -> Result<T, LoadError>
+where
+    T: TryFrom<Map, Error = MapError>,
+{
+    let data = maps.remove(name).ok_or_else(|| LoadError::Object(format!("it has no map `{name}`")))?;
+    T::try_from(variant(data)).map_err(|source| LoadError::UseMap { name, source })
+}
+
+/// Turns each call of `bpf_get_attach_cookie` into `r0 = site`.
+fn replace_cookie(instructions: &mut [bpf_insn], site: u32) {
+    const CALL: u8 = 0x85;
+    const MOV64_IMM: u8 = 0xb7;
+    for instruction in instructions {
+        if instruction.code == CALL && instruction.src_reg() == 0 && instruction.imm == ATTACH_COOKIE {
+            instruction.code = MOV64_IMM;
+            instruction.set_dst_reg(0);
+            instruction.imm = site as i32;
+        }
+    }
+}

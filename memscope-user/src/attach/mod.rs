@@ -1,0 +1,611 @@
+//! Processes, their libraries, what the kernel can do, and attaching programs to sites.
+
+pub mod kernel;
+mod loader;
+pub mod process;
+pub mod spawn;
+mod sys;
+
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    ffi::CString,
+    fs::File,
+    io,
+    os::fd::{AsRawFd, OwnedFd},
+    path::Path,
+    sync::Arc,
+};
+
+use aya::maps::{MapData, RingBuf};
+use memscope_ebpf::{Counters, NO_ARG, SITE_ANY, Site, verdict};
+
+pub use loader::LoadError;
+use loader::{Flavour, Loader, Maps, Program};
+use process::{FileId, MappedFile, Process, ProcessError};
+use sys::{PerfUprobe, UprobePmu};
+
+use crate::{
+    model::Tgid,
+    probes::{
+        catalogue::{At, CATALOGUE, Class, Probe, Shape},
+        resolve::{Found, ResolvedFile, Resolver},
+    },
+    text::sanitize,
+};
+
+#[derive(Debug, thiserror::Error)]
+pub enum AttachError {
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    #[error(transparent)]
+    Process(#[from] ProcessError),
+    #[error(
+        "this kernel has neither uprobe_multi nor perf uprobes ({0}): it must be built with CONFIG_UPROBE_EVENTS"
+    )]
+    NoUprobes(io::Error),
+    #[error("the map of targets refuses process {tgid}: {source}")]
+    Target { tgid: Tgid, source: aya::maps::MapError },
+}
+
+/// Which processes a site is hit by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Scope {
+    /// One process and all its threads.
+    Process(Tgid),
+    /// Every process that maps the file; the map of targets rules out those that are of no interest.
+    Host,
+}
+
+/// How sites are attached on this kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mechanism {
+    /// One link for all sites of a file (kernel 6.6).
+    UprobeMulti,
+    /// A perf event a site, with cookies (5.15).
+    PerfCookie,
+    /// A perf event and a copy of the program a site.
+    PerfSite,
+}
+
+impl Mechanism {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::UprobeMulti => "uprobe_multi",
+            Self::PerfCookie => "perf events with cookies",
+            Self::PerfSite => "perf events, one program a site",
+        }
+    }
+}
+
+/// A site as planned or attached. Its index in [`Attacher::sites`] is the number in records.
+#[derive(Debug, Clone)]
+pub struct SiteState {
+    pub probe: &'static Probe,
+    pub scope: Scope,
+    /// The library as the target names it; empty when it was not found in any.
+    pub file: Arc<str>,
+    pub build_id: Option<Arc<str>>,
+    /// File offset in bytes.
+    pub offset: u64,
+    pub found: Option<Found>,
+    pub attached: bool,
+    /// Why it is not attached.
+    pub reason: Option<String>,
+}
+
+/// What one look at a process's libraries brought.
+#[derive(Debug, Clone, Default)]
+pub struct Attached {
+    /// Indices of sites attached by this call.
+    pub sites: Vec<usize>,
+    /// Libraries that hold them.
+    pub libraries: usize,
+    /// The libraries were mapped this long before (ns), where they appeared after the start.
+    pub memory_sites: usize,
+}
+
+pub struct Config {
+    /// Size of the ring buffer in bytes; rounded up to a power of two, at least 64 KiB.
+    pub ring_bytes: u32,
+    pub classes: HashSet<Class>,
+    /// Forces a mechanism below the best one.
+    pub mechanism: Option<Mechanism>,
+}
+
+/// A link to the kernel; dropping it detaches.
+#[allow(dead_code, reason = "held for their drop")]
+enum Link {
+    Multi(OwnedFd),
+    Perf(PerfUprobe),
+    RawTracepoint(OwnedFd),
+}
+
+pub struct Attacher {
+    loader: Loader,
+    maps: AttacherMaps,
+    mechanism: Mechanism,
+    features: kernel::Features,
+    pmu: Option<UprobePmu>,
+    classes: HashSet<Class>,
+    wake_shift: u8,
+    resolver: Resolver,
+    files: HashMap<FileId, Arc<ResolvedFile>>,
+    attached: HashSet<(Scope, FileId, &'static str)>,
+    processes: HashMap<Tgid, Seen>,
+    sites: Vec<SiteState>,
+    links: BTreeMap<Scope, Vec<Link>>,
+    host_links: Vec<Link>,
+}
+
+struct AttacherMaps {
+    sites: aya::maps::Array<MapData, Site>,
+    counters: aya::maps::PerCpuArray<MapData, Counters>,
+    targets: aya::maps::HashMap<MapData, u32, u32>,
+    in_flight: aya::maps::HashMap<MapData, memscope_ebpf::InFlightKey, memscope_ebpf::InFlight>,
+}
+
+/// What is known of a process's libraries.
+#[derive(Default)]
+struct Seen {
+    files: HashSet<String>,
+    /// Names of the sites found in any of them.
+    found: HashSet<&'static str>,
+    /// Sites that a mapped library should have and lacks.
+    missing: HashMap<&'static str, usize>,
+}
+
+impl Attacher {
+    /// Loads the programs. The ring buffer goes to the collector.
+    pub fn new(config: Config) -> Result<(Self, RingBuf<MapData>), AttachError> {
+        raise_memlock();
+        let features = kernel::Features::probe();
+        let (loader, maps) = Loader::new(config.ring_bytes)?;
+        let Maps { records, sites, counters, targets, in_flight } = maps;
+        let pmu = UprobePmu::find(Path::new("/sys"));
+        let best = if features.uprobe_multi {
+            Mechanism::UprobeMulti
+        } else if features.attach_cookie {
+            Mechanism::PerfCookie
+        } else {
+            Mechanism::PerfSite
+        };
+        let mechanism = config.mechanism.unwrap_or(best);
+        let pmu = match (mechanism, pmu) {
+            (Mechanism::UprobeMulti, pmu) => pmu.ok(),
+            (_, Ok(pmu)) => Some(pmu),
+            (_, Err(e)) => return Err(AttachError::NoUprobes(e)),
+        };
+        // A quarter of the ring at most, so that the collector runs before it is full.
+        let wake_shift = (config.ring_bytes.max(64 * 1024) / 4).ilog2().min(18) as u8;
+        let mut attacher = Self {
+            loader,
+            maps: AttacherMaps { sites, counters, targets, in_flight },
+            mechanism,
+            features,
+            pmu,
+            classes: config.classes,
+            wake_shift,
+            resolver: Resolver::default(),
+            files: HashMap::new(),
+            attached: HashSet::new(),
+            processes: HashMap::new(),
+            sites: Vec::new(),
+            links: BTreeMap::new(),
+            host_links: Vec::new(),
+        };
+        let exec = attacher.loader.program(Program::Exec, Flavour::RawTracepoint)?;
+        match sys::raw_tracepoint(exec, c"sched_process_exec") {
+            Ok(link) => attacher.host_links.push(Link::RawTracepoint(link)),
+            Err(e) => tracing::warn!("exec of a target will not be noticed: {e}"),
+        }
+        Ok((attacher, records))
+    }
+
+    pub fn mechanism(&self) -> Mechanism {
+        self.mechanism
+    }
+
+    pub fn features(&self) -> kernel::Features {
+        self.features
+    }
+
+    pub fn sites(&self) -> &[SiteState] {
+        &self.sites
+    }
+
+    /// Counters of a site, over all CPUs.
+    pub fn counters(&self, site: usize) -> Counters {
+        let mut sum = Counters::default();
+        if let Ok(values) = self.maps.counters.get(&(site as u32), 0) {
+            for c in values.iter() {
+                sum.hits += c.hits;
+                sum.ring_full += c.ring_full;
+                sum.map_full += c.map_full;
+                sum.unmatched += c.unmatched;
+                sum.unreadable += c.unreadable;
+            }
+        }
+        sum
+    }
+
+    /// Observe a process, or not, at sites of scope [`Scope::Host`].
+    pub fn judge(&mut self, tgid: Tgid, observe: bool) -> Result<(), AttachError> {
+        let value = if observe { verdict::OBSERVE } else { verdict::IGNORE };
+        self.maps
+            .targets
+            .insert(tgid.0, value, 0)
+            .map_err(|source| AttachError::Target { tgid, source })
+    }
+
+    /// Forgets a process that ended: its id may come again, its calls in flight never return.
+    pub fn forget(&mut self, tgid: Tgid) {
+        let _ = self.maps.targets.remove(&tgid.0);
+        let stale: Vec<_> =
+            self.maps.in_flight.keys().flatten().filter(|key| (key.pid_tgid >> 32) as u32 == tgid.0).collect();
+        for key in stale {
+            let _ = self.maps.in_flight.remove(&key);
+        }
+        self.processes.remove(&tgid);
+        self.links.remove(&Scope::Process(tgid));
+        self.attached.retain(|(scope, ..)| *scope != Scope::Process(tgid));
+        for site in &mut self.sites {
+            if site.scope == Scope::Process(tgid) && site.attached {
+                site.attached = false;
+                site.reason = Some("the process ended".into());
+            }
+        }
+    }
+
+    /// Forgets what libraries a process had, because it has others now (`exec`).
+    pub fn forget_libraries(&mut self, tgid: Tgid) {
+        // Links stay: they belong to files, and the process may map the same ones again.
+        self.processes.remove(&tgid);
+    }
+
+    /// Looks at the libraries that the process has mapped and attaches what is new. Cheap when nothing is.
+    pub fn attach(&mut self, process: &Process, scope: Scope) -> Result<Attached, AttachError> {
+        let mapped = process.mapped_files()?;
+        let python = python_minor(&mapped);
+        let seen = self.processes.entry(process.tgid).or_default();
+        let new: Vec<_> = mapped.into_iter().filter(|file| seen.files.insert(file.id().to_owned())).collect();
+        let mut files = Vec::new();
+        for mapped in new {
+            let Some(file) = open(process, &mapped) else { continue };
+            let Ok(id) = FileId::of(&file) else { continue };
+            let display = sanitize(mapped.path.as_os_str().as_encoded_bytes()).into_owned();
+            let resolved = match self.files.get(&id) {
+                Some(resolved) => resolved.clone(),
+                None => {
+                    let resolved = Arc::new(self.resolver.resolve(&file, &display));
+                    self.files.insert(id, resolved.clone());
+                    resolved
+                }
+            };
+            files.push((id, file, resolved, Arc::<str>::from(display)));
+        }
+        let seen = self.processes.entry(process.tgid).or_default();
+        for (_, _, resolved, _) in &files {
+            seen.found.extend(resolved.found.iter().map(|f| f.probe.site));
+        }
+        let found = seen.found.clone();
+        self.retire_superseded(scope, &found);
+        let mut outcome = Attached::default();
+        for (id, file, resolved, display) in files {
+            self.note_missing(process.tgid, scope, &resolved, &display, &found);
+            let before = outcome.sites.len();
+            self.attach_file(scope, id, &file, &resolved, &display, &found, python, &mut outcome);
+            outcome.libraries += usize::from(outcome.sites.len() > before);
+        }
+        outcome.memory_sites =
+            outcome.sites.iter().filter(|site| self.sites[**site].probe.class == Class::Memory).count();
+        Ok(outcome)
+    }
+
+    #[allow(clippy::too_many_arguments, reason = "one call; a struct would only rename them")]
+    fn attach_file(
+        &mut self,
+        scope: Scope,
+        id: FileId,
+        file: &File,
+        resolved: &ResolvedFile,
+        display: &Arc<str>,
+        found: &HashSet<&'static str>,
+        python: Option<u8>,
+        outcome: &mut Attached,
+    ) {
+        let mut plan: BTreeMap<Program, Vec<(u64, usize)>> = BTreeMap::new();
+        for hit in &resolved.found {
+            let probe = hit.probe;
+            let wanted = self.classes.contains(&probe.class) && !probe.unless.iter().any(|s| found.contains(s));
+            if !wanted || !self.attached.insert((scope, id, probe.site)) {
+                continue;
+            }
+            let index = self.sites.len();
+            self.sites.push(SiteState {
+                probe,
+                scope,
+                file: display.clone(),
+                build_id: resolved.build_id.clone(),
+                offset: hit.offset,
+                found: Some(*hit),
+                attached: false,
+                reason: None,
+            });
+            if let Some(first) = resolved.found.iter().find(|other| {
+                other.offset == hit.offset && other.probe.site < probe.site && other.probe.observes == probe.observes
+            }) {
+                self.sites[index].reason = Some(format!("the same function as {}", first.probe.site));
+                continue;
+            }
+            let site = site_of(hit, scope, self.wake_shift, python);
+            if let Err(e) = self.maps.sites.set(index as u32, site, 0) {
+                self.sites[index].reason = Some(format!("no room for another site ({e}): trace fewer processes"));
+                continue;
+            }
+            for program in programs_of(probe) {
+                plan.entry(program).or_default().push((hit.offset, index));
+            }
+            outcome.sites.push(index);
+        }
+        if plan.is_empty() {
+            return;
+        }
+        let path = CString::new(format!("/proc/self/fd/{}", file.as_raw_fd())).unwrap_or_default();
+        for (program, points) in plan {
+            for (index, result) in self.attach_points(program, scope, &path, &points) {
+                let state = &mut self.sites[index];
+                match result {
+                    Ok(()) => state.attached = state.reason.is_none(),
+                    Err(why) => {
+                        state.attached = false;
+                        state.reason = Some(why);
+                    }
+                }
+            }
+        }
+        outcome.sites.retain(|site| self.sites[*site].attached);
+    }
+
+    /// Attaches one program to points of one file; with the result for each site.
+    fn attach_points(
+        &mut self,
+        program: Program,
+        scope: Scope,
+        path: &CString,
+        points: &[(u64, usize)],
+    ) -> Vec<(usize, Result<(), String>)> {
+        if self.mechanism == Mechanism::UprobeMulti {
+            return match self.attach_multi(program, scope, path, points) {
+                Ok(()) => points.iter().map(|(_, site)| (*site, Ok(()))).collect(),
+                // One instruction that can not be probed refuses them all: find out which.
+                Err(_) if points.len() > 1 => points
+                    .iter()
+                    .map(|point| (point.1, self.attach_multi(program, scope, path, &[*point])))
+                    .collect(),
+                Err(why) => points.iter().map(|(_, site)| (*site, Err(why.clone()))).collect(),
+            };
+        }
+        points
+            .iter()
+            .map(|(offset, site)| (*site, self.attach_perf(program, scope, path, *offset, *site)))
+            .collect()
+    }
+
+    fn attach_multi(
+        &mut self,
+        program: Program,
+        scope: Scope,
+        path: &CString,
+        points: &[(u64, usize)],
+    ) -> Result<(), String> {
+        let (offsets, cookies): (Vec<u64>, Vec<u64>) = points.iter().map(|(o, s)| (*o, *s as u64)).unzip();
+        let pid = match scope {
+            // Where the kernel's filter takes one thread only, the programs' own filter does the work.
+            Scope::Process(tgid) if self.features.uprobe_multi_pid => Some(tgid.0),
+            _ => None,
+        };
+        let fd = self.loader.program(program, Flavour::UprobeMulti).map_err(|e| e.to_string())?;
+        let link = sys::uprobe_multi(fd, path, &offsets, &cookies, pid, program.on_return())
+            .map_err(|e| format!("uprobe_multi: {e}{}", advice(&e)))?;
+        self.links.entry(scope).or_default().push(Link::Multi(link));
+        Ok(())
+    }
+
+    fn attach_perf(
+        &mut self,
+        program: Program,
+        scope: Scope,
+        path: &CString,
+        offset: u64,
+        site: usize,
+    ) -> Result<(), String> {
+        let pmu = self.pmu.ok_or("this kernel has no perf uprobes")?;
+        let pid = match scope {
+            Scope::Process(tgid) => Some(tgid.0),
+            Scope::Host => None,
+        };
+        let flavour = match self.mechanism {
+            Mechanism::PerfSite => Flavour::PerfSite(site as u32),
+            _ => Flavour::PerfCookie,
+        };
+        let fd = self.loader.program(program, flavour).map_err(|e| e.to_string())?;
+        let mut event = PerfUprobe::open(&pmu, path, offset, pid, program.on_return())
+            .map_err(|e| format!("perf_event_open: {e}{}", advice(&e)))?;
+        match flavour {
+            Flavour::PerfSite(_) => event.set_bpf(fd),
+            _ => event.link(fd, site as u64),
+        }
+        .map_err(|e| format!("attaching to the perf event: {e}{}", advice(&e)))?;
+        self.links.entry(scope).or_default().push(Link::Perf(event));
+        Ok(())
+    }
+
+    /// Sites that stood in for a library which has come now are switched off.
+    fn retire_superseded(&mut self, scope: Scope, found: &HashSet<&'static str>) {
+        for (index, site) in self.sites.iter_mut().enumerate() {
+            if site.scope == scope
+                && site.attached
+                && let Some(better) = site.probe.unless.iter().find(|s| found.contains(*s))
+            {
+                // No process has id 0: the programs let every hit pass.
+                let _ = self.maps.sites.set(index as u32, Site::default(), 0);
+                site.attached = false;
+                site.reason = Some(format!("{better} was found and says the same"));
+            }
+        }
+    }
+
+    /// Remembers the sites that a library should have and lacks.
+    fn note_missing(
+        &mut self,
+        tgid: Tgid,
+        scope: Scope,
+        resolved: &ResolvedFile,
+        display: &Arc<str>,
+        found: &HashSet<&'static str>,
+    ) {
+        let seen = self.processes.entry(tgid).or_default();
+        for (probe, why) in &resolved.missing {
+            if found.contains(probe.site) || !self.classes.contains(&probe.class) || seen.missing.contains_key(probe.site) {
+                continue;
+            }
+            seen.missing.insert(probe.site, self.sites.len());
+            self.sites.push(SiteState {
+                probe,
+                scope,
+                file: display.clone(),
+                build_id: resolved.build_id.clone(),
+                offset: 0,
+                found: None,
+                attached: false,
+                reason: Some(why.clone()),
+            });
+        }
+        // Found in another library after all.
+        let late: Vec<usize> =
+            seen.missing.iter().filter(|(site, _)| found.contains(*site)).map(|(_, index)| *index).collect();
+        for index in late {
+            self.sites[index].reason = Some("found in another library".into());
+        }
+    }
+
+    /// All programs let every hit pass from now on. Detaching can wait: for perf events it takes 0.1 s a site.
+    pub fn silence(&mut self) {
+        for site in 0..self.sites.len() {
+            let _ = self.maps.sites.set(site as u32, Site::default(), 0);
+        }
+    }
+
+    /// torch_npu's version, by the file that its package has beside the library.
+    pub fn torch_npu_version(&self, process: &Process) -> Option<String> {
+        let library = process.mapped_files().ok()?.into_iter().find(|f| f.path.ends_with("libtorch_npu.so"))?;
+        let version = process.read_in_root(&library.path.parent()?.parent()?.join("version.py"))?;
+        let version = String::from_utf8_lossy(&version);
+        let line = version.lines().find_map(|line| line.strip_prefix("__version__"))?;
+        let text = line.split(['\'', '"']).nth(1)?;
+        Some(sanitize(text.as_bytes().get(..text.len().min(40))?).into_owned())
+    }
+
+    /// Stops a site whose records can not be trusted.
+    pub fn disable(&mut self, site: usize, why: String) {
+        let _ = self.maps.sites.set(site as u32, Site::default(), 0);
+        if let Some(state) = self.sites.get_mut(site) {
+            state.attached = false;
+            state.reason = Some(why);
+        }
+    }
+}
+
+/// A mapped file that may hold sites. Its failure is no one's fault: special files, or gone meanwhile.
+fn open(process: &Process, mapped: &MappedFile) -> Option<File> {
+    match process.open_mapped(mapped) {
+        Ok(file) => Some(file),
+        Err(e) => {
+            tracing::debug!(file = %mapped.path.display(), "not opened: {e}");
+            None
+        }
+    }
+}
+
+fn advice(error: &io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(libc::EPERM | libc::EACCES) => {
+            " (perf uprobes need CAP_SYS_ADMIN on kernels patched since July 2025; see `memscope-trace check`)"
+        }
+        Some(ENOTSUPP | libc::EOPNOTSUPP) => " (the first instruction of this function can not be probed)",
+        _ => "",
+    }
+}
+
+/// The kernel's own "not supported", which no libc names.
+const ENOTSUPP: i32 = 524;
+
+fn programs_of(probe: &Probe) -> Vec<Program> {
+    match probe.shape {
+        Shape::Enter => vec![Program::Enter],
+        Shape::EnterReturn { structure: NO_ARG, .. } => vec![Program::Keep, Program::Leave],
+        Shape::EnterReturn { .. } => vec![Program::KeepStruct, Program::Leave],
+        Shape::Report { .. } => vec![Program::Report],
+        Shape::Name { .. } => vec![Program::Name],
+        Shape::Mark { id: false, .. } => vec![Program::Mark],
+        Shape::Mark { id: true, .. } => vec![Program::Mark, Program::Value],
+        Shape::Notify => vec![Program::Mapped],
+    }
+}
+
+fn site_of(hit: &Found, scope: Scope, wake_shift: u8, python: Option<u8>) -> Site {
+    let tgid = match scope {
+        Scope::Process(tgid) => tgid.0,
+        Scope::Host => SITE_ANY,
+    };
+    let mut site = Site { tgid, out: NO_ARG, domain: NO_ARG, wake_shift, ..Site::default() };
+    match hit.shape {
+        Shape::Enter | Shape::Notify => {}
+        Shape::EnterReturn { out, ret, structure } => {
+            site.out = out;
+            site.ret = ret;
+            site.arg = if structure == NO_ARG { 0 } else { structure };
+        }
+        Shape::Report { arg } => site.arg = arg,
+        Shape::Name { arg, offset, derefs } => {
+            site.arg = arg;
+            site.offset = offset;
+            site.derefs = derefs;
+        }
+        Shape::Mark { arg, domain, .. } => {
+            site.arg = arg;
+            site.domain = domain;
+        }
+    }
+    if let At::MstxPython(_) = hit.probe.at && site.arg != NO_ARG {
+        // (self, args): the first item of a tuple lies 24 bytes into it; the bytes of an ASCII str 40 bytes
+        // into that since CPython 3.12, 48 before.
+        site.arg = 1;
+        site.offset = 24;
+        site.derefs = 1;
+        site.after = if python.is_some_and(|minor| minor >= 12) { 40 } else { 48 };
+    }
+    site
+}
+
+/// The 3.x of the process's Python, by the name of its library or program.
+fn python_minor(files: &[MappedFile]) -> Option<u8> {
+    files.iter().find_map(|file| {
+        let name = file.path.file_name()?.to_str()?;
+        let version = name.strip_prefix("libpython3.").or_else(|| name.strip_prefix("python3."))?;
+        version.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
+    })
+}
+
+/// Kernels before 5.11 charge maps and programs to RLIMIT_MEMLOCK.
+fn raise_memlock() {
+    use nix::sys::resource::{Resource, setrlimit};
+    if let Err(e) = setrlimit(Resource::RLIMIT_MEMLOCK, libc::RLIM_INFINITY, libc::RLIM_INFINITY) {
+        tracing::debug!("RLIMIT_MEMLOCK not raised: {e}");
+    }
+}
+
+/// All rows of the catalogue of the given classes.
+pub fn rows(classes: &HashSet<Class>) -> impl Iterator<Item = &'static Probe> {
+    CATALOGUE.iter().filter(|probe| classes.contains(&probe.class))
+}

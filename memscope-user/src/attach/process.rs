@@ -1,0 +1,345 @@
+//! Processes as /proc shows them.
+
+use std::{
+    ffi::OsStr,
+    fs::{self, File},
+    io::{self, Read},
+    os::{
+        fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd},
+        unix::{ffi::OsStrExt, fs::MetadataExt},
+    },
+    path::{Path, PathBuf},
+};
+
+use crate::{model::Tgid, text::sanitize};
+
+#[derive(Debug, thiserror::Error)]
+pub enum ProcessError {
+    #[error("there is no process {0}; `memscope-trace check` lists those with Ascend libraries")]
+    NoSuchProcess(Tgid),
+    #[error("{0} is a thread of process {1}; trace that: -p {1}")]
+    IsThread(Tgid, Tgid),
+    #[error("process {0} is a kernel thread: it has no program to trace")]
+    KernelThread(Tgid),
+    #[error("process {0} is a 32-bit program: CANN exists for 64-bit ones only, so it can not be traced")]
+    ThirtyTwoBit(Tgid),
+    #[error(
+        "may not read {path} ({source}): run as root, or with CAP_SYS_PTRACE; inside a container the host's \
+         processes need --pid=host"
+    )]
+    Denied { path: String, source: io::Error },
+    #[error("can not read {path}: {source}")]
+    Read { path: String, source: io::Error },
+}
+
+/// `/proc`, or where the host's is mounted.
+#[derive(Debug, Clone)]
+pub struct Proc {
+    root: PathBuf,
+}
+
+impl Default for Proc {
+    fn default() -> Self {
+        Self { root: "/proc".into() }
+    }
+}
+
+impl Proc {
+    pub fn new(root: PathBuf) -> Self {
+        Self { root }
+    }
+
+    /// Ids of all processes (not threads), unordered. Empty when /proc can not be read.
+    pub fn processes(&self) -> Vec<Tgid> {
+        fs::read_dir(&self.root)
+            .into_iter()
+            .flatten()
+            .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok().map(Tgid))
+            .collect()
+    }
+
+    fn path(&self, tgid: Tgid, name: &str) -> PathBuf {
+        self.root.join(tgid.to_string()).join(name)
+    }
+
+    /// Name of the program as the kernel keeps it (15 bytes at most).
+    pub fn comm(&self, tgid: Tgid) -> String {
+        fs::read(self.path(tgid, "comm")).map(|b| sanitize(b.trim_ascii_end()).into_owned()).unwrap_or_default()
+    }
+
+    /// The id of the parent, and of the session.
+    pub fn parent_and_session(&self, tgid: Tgid) -> Option<(Tgid, u32)> {
+        let stat = fs::read(self.path(tgid, "stat")).ok()?;
+        let fields = stat_fields(&stat)?;
+        Some((Tgid(fields.get(1)?.parse().ok()?), fields.get(3)?.parse().ok()?))
+    }
+
+    /// Start of the process in clock ticks since boot: with the id, it names the process for good.
+    pub fn start_time(&self, tgid: Tgid) -> Option<u64> {
+        stat_fields(&fs::read(self.path(tgid, "stat")).ok()?)?.get(19)?.parse().ok()
+    }
+}
+
+/// The fields of /proc/PID/stat behind the program's name, which may hold blanks and brackets itself.
+fn stat_fields(stat: &[u8]) -> Option<Vec<&str>> {
+    let end = stat.iter().rposition(|b| *b == b')')?;
+    Some(std::str::from_utf8(stat.get(end + 2..)?).ok()?.split_ascii_whitespace().collect())
+}
+
+/// A process that was there when this was made. The pidfd tells when it ends, whoever gets its id then.
+#[derive(Debug)]
+pub struct Process {
+    pub tgid: Tgid,
+    /// Its command line, cut to 200 characters.
+    pub command: String,
+    /// Driver ids of its logical devices, by `ASCEND_RT_VISIBLE_DEVICES` at its start.
+    pub visible_devices: Option<Vec<u16>>,
+    proc: Proc,
+    pidfd: OwnedFd,
+}
+
+/// A file mapped executable into a process.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MappedFile {
+    /// As the process sees it. A deleted file has " (deleted)" behind its name.
+    pub path: PathBuf,
+    range: String,
+    id: String,
+}
+
+impl MappedFile {
+    /// Names the file within one reading of the process's maps and the next.
+    pub fn id(&self) -> &str {
+        &self.id
+    }
+}
+
+/// Which file, whatever its name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct FileId {
+    pub device: u64,
+    pub inode: u64,
+}
+
+impl FileId {
+    pub fn of(file: &File) -> io::Result<Self> {
+        let meta = file.metadata()?;
+        Ok(Self { device: meta.dev(), inode: meta.ino() })
+    }
+}
+
+impl Process {
+    pub fn open(proc: &Proc, tgid: Tgid) -> Result<Self, ProcessError> {
+        // SAFETY: pidfd_open takes two integers.
+        let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, tgid.0, 0) };
+        if fd < 0 {
+            let error = io::Error::last_os_error();
+            return Err(match error.raw_os_error() {
+                // The id of a thread that leads no process.
+                Some(libc::EINVAL | libc::ENOENT) => match leader(proc, tgid) {
+                    Some(leader) if leader != tgid => ProcessError::IsThread(tgid, leader),
+                    _ => ProcessError::NoSuchProcess(tgid),
+                },
+                Some(libc::ESRCH) => ProcessError::NoSuchProcess(tgid),
+                _ => ProcessError::Read { path: format!("process {tgid}"), source: error },
+            });
+        }
+        // SAFETY: the kernel has just made this descriptor for us.
+        let pidfd = unsafe { OwnedFd::from_raw_fd(fd as i32) };
+        let mut process = Self { tgid, command: String::new(), visible_devices: None, proc: proc.clone(), pidfd };
+        process.check_executable()?;
+        process.refresh();
+        Ok(process)
+    }
+
+    /// Reads again what `exec` changes.
+    pub fn refresh(&mut self) {
+        self.command = command_line(&self.proc, self.tgid);
+        self.visible_devices = self.environment(b"ASCEND_RT_VISIBLE_DEVICES").map(|value| parse_devices(&value));
+    }
+
+    fn check_executable(&self) -> Result<(), ProcessError> {
+        let path = self.proc.path(self.tgid, "exe");
+        let mut head = [0; 5];
+        match File::open(&path).and_then(|mut exe| exe.read_exact(&mut head)) {
+            Ok(()) if head[4] == 1 => Err(ProcessError::ThirtyTwoBit(self.tgid)),
+            Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {
+                Err(ProcessError::Denied { path: path.display().to_string(), source: e })
+            }
+            Err(e) if e.kind() == io::ErrorKind::NotFound && fs::read_link(&path).is_err() => {
+                Err(match self.proc.start_time(self.tgid) {
+                    Some(_) => ProcessError::KernelThread(self.tgid),
+                    None => ProcessError::NoSuchProcess(self.tgid),
+                })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Value of a variable in the environment that the process was started with.
+    fn environment(&self, name: &[u8]) -> Option<Vec<u8>> {
+        let environ = fs::read(self.proc.path(self.tgid, "environ")).ok()?;
+        environ
+            .split(|b| *b == 0)
+            .find_map(|line| Some(line.strip_prefix(name)?.strip_prefix(b"=")?.to_vec()))
+    }
+
+    /// The files mapped executable, each once.
+    pub fn mapped_files(&self) -> Result<Vec<MappedFile>, ProcessError> {
+        let path = self.proc.path(self.tgid, "maps");
+        let maps = fs::read(&path).map_err(|source| match source.kind() {
+            io::ErrorKind::PermissionDenied => ProcessError::Denied { path: path.display().to_string(), source },
+            io::ErrorKind::NotFound => ProcessError::NoSuchProcess(self.tgid),
+            _ if source.raw_os_error() == Some(libc::ESRCH) => ProcessError::NoSuchProcess(self.tgid),
+            _ => ProcessError::Read { path: path.display().to_string(), source },
+        })?;
+        Ok(parse_maps(&maps))
+    }
+
+    /// Opens a mapped file: the very inode that is mapped, not what now has its name.
+    pub fn open_mapped(&self, file: &MappedFile) -> io::Result<File> {
+        let by_range = self.proc.path(self.tgid, "map_files").join(&file.range);
+        let denied = match File::open(by_range) {
+            Ok(file) => return Ok(file),
+            Err(e) => e,
+        };
+        // map_files wants CAP_SYS_ADMIN or CAP_CHECKPOINT_RESTORE. By name, the file must still be the same.
+        let root = self.proc.path(self.tgid, "root");
+        let relative = file.path.strip_prefix("/").unwrap_or(&file.path);
+        let found = File::open(root.join(relative)).map_err(|_| denied)?;
+        Ok(found)
+    }
+
+    /// A file beside a mapped one, by its path in the process's own file system; at most 64 KiB of it.
+    pub fn read_in_root(&self, path: &Path) -> Option<Vec<u8>> {
+        let relative = path.strip_prefix("/").ok()?;
+        let file = File::open(self.proc.path(self.tgid, "root").join(relative)).ok()?;
+        let mut bytes = Vec::new();
+        file.take(64 * 1024).read_to_end(&mut bytes).ok()?;
+        Some(bytes)
+    }
+
+    /// Numbers of the Ascend devices that it holds open (`/dev/davinciN`).
+    pub fn open_devices(&self) -> Vec<u16> {
+        let mut devices: Vec<u16> = fs::read_dir(self.proc.path(self.tgid, "fd"))
+            .into_iter()
+            .flatten()
+            .filter_map(|entry| fs::read_link(entry.ok()?.path()).ok())
+            .filter_map(|target| target.to_str()?.strip_prefix("/dev/davinci")?.parse().ok())
+            .collect();
+        devices.sort_unstable();
+        devices.dedup();
+        devices
+    }
+}
+
+impl AsFd for Process {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.pidfd.as_fd()
+    }
+}
+
+fn leader(proc: &Proc, tid: Tgid) -> Option<Tgid> {
+    let status = fs::read_to_string(proc.path(tid, "status")).ok()?;
+    status.lines().find_map(|line| line.strip_prefix("Tgid:")?.trim().parse().ok().map(Tgid))
+}
+
+/// The command line of a process, blanks between the words; its program's name when it has none.
+pub fn command_line(proc: &Proc, tgid: Tgid) -> String {
+    const MOST: usize = 200;
+    let mut bytes = Vec::new();
+    if let Ok(file) = File::open(proc.path(tgid, "cmdline")) {
+        let _ = file.take(4096).read_to_end(&mut bytes);
+    }
+    let words: Vec<_> = bytes.split(|b| *b == 0).filter(|word| !word.is_empty()).map(sanitize).collect();
+    if words.is_empty() {
+        return proc.comm(tgid);
+    }
+    let line = words.join(" ");
+    match line.char_indices().nth(MOST) {
+        Some((end, _)) => format!("{}…", &line[..end]),
+        None => line,
+    }
+}
+
+fn parse_maps(maps: &[u8]) -> Vec<MappedFile> {
+    let mut seen = std::collections::HashSet::new();
+    let mut files = Vec::new();
+    for line in maps.split(|b| *b == b'\n') {
+        // 7f…-7f… r-xp 00026000 fe:00 1234    /usr/lib/libc.so.6
+        let mut rest = line;
+        let mut field = || {
+            let end = rest.iter().position(|b| *b == b' ').unwrap_or(rest.len());
+            let (field, tail) = rest.split_at(end);
+            rest = tail.trim_ascii_start();
+            field
+        };
+        let (range, access, _offset, device, inode) = (field(), field(), field(), field(), field());
+        if access.get(2) != Some(&b'x') || inode == b"0" || !rest.starts_with(b"/") {
+            continue;
+        }
+        if seen.insert((device, inode))
+            && let Ok(range) = std::str::from_utf8(range)
+        {
+            let id = format!("{} {}", String::from_utf8_lossy(device), String::from_utf8_lossy(inode));
+            files.push(MappedFile { path: PathBuf::from(OsStr::from_bytes(rest)), range: range.to_owned(), id });
+        }
+    }
+    files
+}
+
+/// `0,2-3` as the runtime reads it; what is no number ends the list.
+fn parse_devices(value: &[u8]) -> Vec<u16> {
+    let mut devices = Vec::new();
+    for part in value.split(|b| *b == b',') {
+        let part = String::from_utf8_lossy(part);
+        let (first, last) = part.split_once('-').unwrap_or((&part, &part));
+        match (first.trim().parse::<u16>(), last.trim().parse::<u16>()) {
+            (Ok(first), Ok(last)) if first <= last && last < 1024 => devices.extend(first..=last),
+            _ => break,
+        }
+    }
+    devices
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn maps_give_each_executable_file_once() {
+        let maps = b"55d0-55d4 r--p 00000000 fe:00 11    /usr/bin/python3\n\
+            55d4-55d8 r-xp 00004000 fe:00 11    /usr/bin/python3\n\
+            7f00-7f01 rw-p 00000000 00:00 0 \n\
+            7f01-7f02 r-xp 00000000 fe:00 12    /opt/my libs/libascendcl.so (deleted)\n\
+            7f02-7f03 r-xp 00001000 fe:00 12    /opt/my libs/libascendcl.so (deleted)\n\
+            7fff-7fff r-xp 00000000 00:00 0     [vdso]\n";
+        let files = parse_maps(maps);
+        let paths: Vec<_> = files.iter().map(|f| f.path.to_str().unwrap()).collect();
+        assert_eq!(paths, ["/usr/bin/python3", "/opt/my libs/libascendcl.so (deleted)"]);
+        assert_eq!(files[1].range, "7f01-7f02");
+    }
+
+    #[test]
+    fn visible_devices_are_lists_and_ranges() {
+        assert_eq!(parse_devices(b"2,3"), [2, 3]);
+        assert_eq!(parse_devices(b"0-2,7"), [0, 1, 2, 7]);
+        assert_eq!(parse_devices(b"1,x,3"), [1]);
+        assert!(parse_devices(b"").is_empty());
+    }
+
+    #[test]
+    fn this_process_is_found_with_its_libraries() {
+        let proc = Proc::default();
+        let me = Process::open(&proc, Tgid(std::process::id())).unwrap();
+        assert!(me.command.contains("memscope"), "{}", me.command);
+        let files = me.mapped_files().unwrap();
+        let libc = files.iter().find(|f| f.path.to_string_lossy().contains("libc.so")).unwrap();
+        assert!(me.open_mapped(libc).is_ok());
+        assert!(proc.start_time(me.tgid).unwrap() > 0);
+        assert!(matches!(
+            Process::open(&proc, Tgid(0x3fff_fff0)).unwrap_err(),
+            ProcessError::NoSuchProcess(_)
+        ));
+    }
+}

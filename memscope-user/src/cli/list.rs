@@ -1,0 +1,121 @@
+//! Lists as msMemScope takes them: separated by `,` or the full-width comma, empty items ignored.
+
+use std::str::FromStr;
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct List<T>(pub Vec<T>);
+
+impl<T: FromStr<Err = String>> FromStr for List<T> {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let items: Result<Vec<T>, String> =
+            text.split([',', '，']).map(str::trim).filter(|item| !item.is_empty()).map(T::from_str).collect();
+        items.map(List)
+    }
+}
+
+/// The words that a list may hold.
+macro_rules! words {
+    ($(#[$doc:meta])* $name:ident: $what:literal { $($variant:ident = $($word:literal)|+),+ $(,)? }) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub enum $name { $($variant),+ }
+
+        impl std::str::FromStr for $name {
+            type Err = String;
+
+            fn from_str(word: &str) -> Result<Self, String> {
+                match word {
+                    $($($word)|+ => Ok(Self::$variant),)+
+                    _ => Err(format!(
+                        concat!("{:?} is no ", $what, "; known are: {}"),
+                        word,
+                        [$([$($word),+][0]),+].join(", ")
+                    )),
+                }
+            }
+        }
+    };
+}
+pub(super) use words;
+
+/// A number of 1 or more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ordinal(pub u32);
+
+impl FromStr for Ordinal {
+    type Err = String;
+
+    fn from_str(word: &str) -> Result<Self, String> {
+        match word.parse() {
+            Ok(n) if n >= 1 => Ok(Self(n)),
+            _ => Err(format!("{word:?} is no step number: they are whole numbers from 1")),
+        }
+    }
+}
+
+/// `npu`, `npu:N`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Device {
+    All,
+    One(u16),
+}
+
+impl FromStr for Device {
+    type Err = String;
+
+    fn from_str(word: &str) -> Result<Self, String> {
+        let number = match word {
+            "npu" => return Ok(Self::All),
+            _ => word.strip_prefix("npu:").and_then(|n| n.parse().ok()),
+        };
+        number.map(Self::One).ok_or_else(|| format!("{word:?} is no device: npu, or npu:N with the driver's number"))
+    }
+}
+
+/// A size in bytes, with an optional K, M or G (powers of 1024).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Bytes(pub u64);
+
+impl FromStr for Bytes {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
+        let shift = match text[digits.len()..].to_ascii_lowercase().as_str() {
+            "" | "b" => 0,
+            "k" | "kib" => 10,
+            "m" | "mib" => 20,
+            "g" | "gib" => 30,
+            _ => return Err(format!("{text:?} is no size: a number, perhaps with K, M or G")),
+        };
+        digits
+            .parse::<u64>()
+            .ok()
+            .and_then(|n| n.checked_mul(1 << shift))
+            .map(Self)
+            .ok_or_else(|| format!("{text:?} is no size: a number, perhaps with K, M or G"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_commas_separate() {
+        assert_eq!("1,2，3,,".parse::<List<Ordinal>>().unwrap().0.len(), 3);
+        assert!("0".parse::<List<Ordinal>>().is_err());
+        assert_eq!("npu,npu:7".parse::<List<Device>>().unwrap().0, [Device::All, Device::One(7)]);
+        assert!("gpu".parse::<Device>().is_err());
+    }
+
+    #[test]
+    fn sizes_have_units() {
+        assert_eq!("64K".parse::<Bytes>(), Ok(Bytes(65536)));
+        assert_eq!("1GiB".parse::<Bytes>(), Ok(Bytes(1 << 30)));
+        assert!("x".parse::<Bytes>().is_err());
+        assert!("99999999999G".parse::<Bytes>().is_err());
+    }
+}

@@ -1,0 +1,145 @@
+//! The command line. Its types stay here: each command turns them into a plain configuration.
+
+mod check;
+mod list;
+mod probes;
+mod progress;
+mod trace;
+
+use std::{ffi::OsString, io, process::ExitCode};
+
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use tracing_subscriber::{EnvFilter, filter::LevelFilter};
+
+const EXAMPLES: &str = "\
+Examples:
+  memscope-trace -p 48213                  trace a running job; Ctrl-C ends with the report
+  memscope-trace -p 48213 -d 60 --json     one minute, the report as JSON on standard output
+  memscope-trace -a --fail-on leaks -d 600 every NPU process of this host; exit code 1 when one leaks
+  memscope-trace -- python train.py        from the first instruction on; passes the exit code on
+  memscope-trace -p 48213 --step-mark '^iteration'
+                                           steps are the ranges or marks whose text matches
+  memscope-trace probes -p 48213           what would be probed where, attaching nothing
+  memscope-trace check                     is this host ready?
+
+Exit codes: 0 fine, 1 findings named by --fail-on, 2 error; with `-- COMMAND`, the command's own.";
+
+/// Traces the device memory of Ascend NPU processes from outside: nothing is preloaded, restarted or changed
+/// in them.
+#[derive(Debug, Parser)]
+#[command(name = "memscope-trace", version, disable_version_flag = true, after_help = EXAMPLES,
+    args_conflicts_with_subcommands = true, subcommand_negates_reqs = true, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Option<Command>,
+    #[command(flatten)]
+    trace: trace::TraceArgs,
+    #[command(flatten)]
+    logging: LoggingArgs,
+    /// Print the version
+    #[arg(short = 'V', long, action = clap::ArgAction::Version, help_heading = "General")]
+    version: (),
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// List the probed sites; with a process or a file, where each would be attached
+    Probes(probes::ProbesArgs),
+    /// Is this host ready? Each line says what to do when it is not
+    Check(check::CheckArgs),
+}
+
+#[derive(Debug, Args)]
+struct LoggingArgs {
+    /// Only errors and the report
+    #[arg(short, long, global = true, help_heading = "General")]
+    quiet: bool,
+    /// More about what is done (the same as --log-level debug)
+    #[arg(short, long, global = true, help_heading = "General")]
+    verbose: bool,
+    /// Messages on standard error [debug, info, warning, error; default: info]
+    #[arg(long, global = true, value_name = "LEVEL", help_heading = "General",
+        value_parser = ["debug", "info", "warning", "warn", "error"], hide_possible_values = true)]
+    log_level: Option<String>,
+}
+
+impl LoggingArgs {
+    fn level(&self) -> LevelFilter {
+        match self.log_level.as_deref() {
+            Some("debug") => LevelFilter::DEBUG,
+            Some("info") => LevelFilter::INFO,
+            Some("warning" | "warn") => LevelFilter::WARN,
+            Some(_) => LevelFilter::ERROR,
+            None if self.verbose => LevelFilter::DEBUG,
+            None if self.quiet => LevelFilter::ERROR,
+            None => LevelFilter::INFO,
+        }
+    }
+
+    fn start(&self) {
+        let filter = EnvFilter::builder().with_default_directive(self.level().into()).parse_lossy("");
+        tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).without_time().with_target(false).init();
+    }
+}
+
+/// What a command says to the shell.
+enum Verdict {
+    Fine,
+    Findings,
+    /// Of a command that was started.
+    Passed(u8),
+    NotReady,
+}
+
+impl From<Verdict> for ExitCode {
+    fn from(verdict: Verdict) -> Self {
+        match verdict {
+            Verdict::Fine => ExitCode::SUCCESS,
+            Verdict::Findings => ExitCode::from(1),
+            Verdict::Passed(code) => ExitCode::from(code),
+            Verdict::NotReady => ExitCode::from(2),
+        }
+    }
+}
+
+/// Parses the process's arguments, runs, and says how it went.
+pub fn main() -> ExitCode {
+    let words: Vec<OsString> = std::env::args_os().collect();
+    let matches = match Cli::command().try_get_matches_from(words) {
+        Ok(matches) => matches,
+        Err(e) => e.exit(),
+    };
+    let cli = match Cli::from_arg_matches(&matches) {
+        Ok(cli) => cli,
+        Err(e) => e.exit(),
+    };
+    cli.logging.start();
+    let result = match cli.command {
+        Some(Command::Probes(args)) => probes::run(args),
+        Some(Command::Check(args)) => check::run(args),
+        None => trace::run(cli.trace, cli.logging.quiet),
+    };
+    match result {
+        Ok(verdict) => verdict.into(),
+        // Whoever read our output has had enough.
+        Err(e) if is_broken_pipe(&e) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("memscope-trace: {e:#}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error.chain().any(|e| e.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        super::Cli::command().debug_assert();
+    }
+}

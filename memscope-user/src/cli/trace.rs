@@ -1,0 +1,187 @@
+//! `memscope-trace [TARGET] [OPTIONS]`.
+
+use std::{
+    collections::HashSet,
+    ffi::OsString,
+    io::{self, IsTerminal, Write},
+    os::unix::process::ExitStatusExt,
+    path::PathBuf,
+    process::ExitStatus,
+    time::Duration,
+};
+
+use clap::Args;
+use regex::Regex;
+
+use super::{
+    Verdict,
+    list::{Bytes, Device, List, Ordinal, words},
+    progress::Terminal,
+};
+use crate::{
+    attach::{Mechanism, process::Proc},
+    model::{StepRule, Tgid},
+    probes::catalogue::Class,
+    report::{document::Document, terminal},
+    trace::{self, Config, DumpSelection, Targets},
+};
+
+#[derive(Debug, Args)]
+pub struct TraceArgs {
+    /// Trace this process (may be given several times)
+    #[arg(short, long, value_name = "PID", help_heading = "Whom to trace", conflicts_with_all = ["comm", "all", "program"])]
+    pid: Vec<u32>,
+    /// Trace the processes whose program has this name, now or later
+    #[arg(long, value_name = "NAME", help_heading = "Whom to trace", conflicts_with_all = ["all", "program"])]
+    comm: Option<String>,
+    /// Trace every process of this host that uses Ascend libraries, now or later
+    #[arg(short, long, help_heading = "Whom to trace", conflicts_with = "program")]
+    all: bool,
+    /// Start this command and trace it and its children from their first instruction
+    #[arg(last = true, value_name = "COMMAND", help_heading = "Whom to trace")]
+    program: Vec<OsString>,
+    /// End the trace after so many seconds
+    #[arg(short, long, value_name = "SECONDS", help_heading = "Whom to trace")]
+    duration: Option<f64>,
+
+    /// What to observe besides memory: operators, or each kernel launch as well [op, kernel]
+    #[arg(long, value_name = "LEVEL", default_value = "op", help_heading = "What to look at")]
+    level: List<Level>,
+    /// What to write to the dump [alloc, free, launch, none]
+    #[arg(long, value_name = "LIST", default_value = "alloc,free,launch", help_heading = "What to look at")]
+    events: List<EventWord>,
+    /// What to look for [leaks, none]
+    #[arg(long, value_name = "LIST", default_value = "leaks", help_heading = "What to look at")]
+    analysis: List<AnalysisWord>,
+    /// Report and dump these devices only, by the driver's numbers [npu, npu:N]
+    #[arg(long, value_name = "LIST", help_heading = "What to look at")]
+    device: Option<List<Device>>,
+    /// Report and dump these steps only; all steps are analysed
+    #[arg(long, value_name = "LIST", help_heading = "What to look at")]
+    steps: Option<List<Ordinal>>,
+    /// Steps are the ranges or marks whose text matches [default: ranges called "step start"]
+    #[arg(long, value_name = "REGEX", help_heading = "What to look at")]
+    step_mark: Option<Regex>,
+
+    /// Directory for dumps
+    #[arg(short, long, value_name = "DIR", default_value = "memscopeDumpResults", help_heading = "Output")]
+    output: PathBuf,
+    /// Write no dump
+    #[arg(long, help_heading = "Output", conflicts_with = "output")]
+    no_dump: bool,
+    /// The report as one JSON document on standard output
+    #[arg(long, help_heading = "Output")]
+    json: bool,
+    /// Exit with code 1 when this is found [leaks]
+    #[arg(long, value_name = "LIST", help_heading = "Output")]
+    fail_on: Option<List<FailWord>>,
+
+    /// Size of the buffer between kernel and tracer
+    #[arg(long, value_name = "BYTES", default_value = "16M", help_heading = "Tuning")]
+    ring_size: Bytes,
+    /// Attach in this way instead of the best one [multi, perf-cookie, perf-site]
+    #[arg(long, value_name = "NAME", help_heading = "Tuning")]
+    mechanism: Option<MechanismWord>,
+}
+
+words! { Level: "level" { Op = "op" | "0", Kernel = "kernel" | "1" } }
+words! { EventWord: "kind of event" { Alloc = "alloc", Free = "free", Launch = "launch", None = "none" } }
+words! { AnalysisWord: "analysis" { Leaks = "leaks", None = "none" } }
+words! { FailWord: "finding" { Leaks = "leaks" } }
+words! { MechanismWord: "mechanism" { Multi = "multi", PerfCookie = "perf-cookie", PerfSite = "perf-site" } }
+
+impl TraceArgs {
+    fn config(self) -> anyhow::Result<Config> {
+        let targets = if !self.pid.is_empty() {
+            Targets::Processes(self.pid.into_iter().map(Tgid).collect())
+        } else if let Some(name) = self.comm {
+            Targets::Called(name)
+        } else if self.all {
+            Targets::All
+        } else if !self.program.is_empty() {
+            Targets::Command(self.program)
+        } else {
+            anyhow::bail!("whom to trace? -p PID, --comm NAME, -a, or -- COMMAND; --help shows examples");
+        };
+        let duration = match self.duration {
+            None => None,
+            Some(seconds) => Some(
+                Duration::try_from_secs_f64(seconds)
+                    .ok()
+                    .filter(|d| !d.is_zero())
+                    .ok_or_else(|| anyhow::anyhow!("--duration {seconds}: must be more than 0 seconds"))?,
+            ),
+        };
+        let off = self.events.0.contains(&EventWord::None);
+        let has = |word| !off && self.events.0.contains(&word);
+        let memory = has(EventWord::Alloc) || has(EventWord::Free);
+        let launches = has(EventWord::Launch);
+        let mut classes = HashSet::from([Class::Memory, Class::Mark, Class::Op, Class::Context]);
+        if self.level.0.contains(&Level::Kernel) {
+            classes.insert(Class::Launch);
+        }
+        let devices = self.device.map(|list| list.0).unwrap_or_default();
+        let only_devices = if devices.contains(&Device::All) {
+            Vec::new()
+        } else {
+            devices.iter().filter_map(|d| if let Device::One(n) = d { Some(*n) } else { None }).collect()
+        };
+        Ok(Config {
+            targets,
+            proc: Proc::default(),
+            duration,
+            classes,
+            steps: self.step_mark.map_or(StepRule::StepStart, StepRule::Matching),
+            only_steps: self.steps.map(|list| list.0.iter().map(|s| s.0).collect()).unwrap_or_default(),
+            only_devices,
+            leaks: self.analysis.0.contains(&AnalysisWord::Leaks) && !self.analysis.0.contains(&AnalysisWord::None),
+            output: (!self.no_dump).then_some(self.output),
+            dump: DumpSelection { memory, launches },
+            ring_bytes: u32::try_from(self.ring_size.0)
+                .ok()
+                .filter(|n| *n <= 1 << 30)
+                .ok_or_else(|| anyhow::anyhow!("--ring-size {}: at most 1G", self.ring_size.0))?,
+            mechanism: self.mechanism.map(|word| match word {
+                MechanismWord::Multi => Mechanism::UprobeMulti,
+                MechanismWord::PerfCookie => Mechanism::PerfCookie,
+                MechanismWord::PerfSite => Mechanism::PerfSite,
+            }),
+        })
+    }
+}
+
+pub(super) fn run(args: TraceArgs, quiet: bool) -> anyhow::Result<Verdict> {
+    let json = args.json;
+    let fail_on_leaks = args.fail_on.as_ref().is_some_and(|list| list.0.contains(&FailWord::Leaks));
+    let config = args.config()?;
+    if fail_on_leaks && !config.leaks {
+        anyhow::bail!("--fail-on leaks needs --analysis leaks");
+    }
+    let mut progress = Terminal::new(quiet);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let outcome = runtime.block_on(trace::run(config, &mut progress))?;
+    progress.end();
+    print(&outcome.document, json)?;
+    Ok(match outcome.status {
+        Some(status) if !status.success() => Verdict::Passed(exit_code(status)),
+        _ if fail_on_leaks && outcome.document.has_leaks() => Verdict::Findings,
+        _ => Verdict::Fine,
+    })
+}
+
+fn print(document: &Document, json: bool) -> anyhow::Result<()> {
+    let mut out = io::stdout().lock();
+    if json {
+        serde_json::to_writer_pretty(&mut out, document)?;
+        writeln!(out)?;
+    } else {
+        let colour = out.is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty());
+        write!(out, "{}", terminal::render(document, colour))?;
+    }
+    Ok(out.flush()?)
+}
+
+/// As a shell has it: the code, or 128 and the signal.
+fn exit_code(status: ExitStatus) -> u8 {
+    status.code().or_else(|| status.signal().map(|s| 128 + s)).unwrap_or(2).clamp(0, 255) as u8
+}

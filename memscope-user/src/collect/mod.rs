@@ -1,0 +1,5 @@
+//! From the ring buffer to events, and from events to a report.
+
+pub mod decode;
+mod names;
+mod ranges;

@@ -1,0 +1,736 @@
+//! A trace from its start to its report: targets, sites, ring buffer, ledger, dump.
+
+use std::{
+    collections::{HashMap, HashSet},
+    ffi::OsString,
+    io,
+    os::fd::{AsFd, OwnedFd},
+    path::PathBuf,
+    process::{Child, ExitStatus},
+    time::{Duration, Instant},
+};
+
+use aya::maps::{MapData, RingBuf};
+use memscope_ebpf::Counters;
+use nix::sys::uio::{RemoteIoVec, process_vm_readv};
+use nix::unistd::Pid;
+use tokio::{
+    io::unix::AsyncFd,
+    signal::unix::{SignalKind, signal},
+    sync::mpsc,
+    time::{MissedTickBehavior, interval, sleep_until},
+};
+
+use crate::{
+    analysis::Online,
+    attach::{
+        AttachError, Attached, Attacher, Mechanism, Scope,
+        process::{Proc, Process, ProcessError},
+        spawn::{Held, SpawnError},
+    },
+    collect::decode::{Decoder, Notice},
+    dump::{Caller, Format, OutputError, Pipeline, Place, rows_of},
+    model::{Change, DeviceId, Event, EventKind, Nanos, StepRule, Tgid},
+    probes::catalogue::{CATALOGUE, Class},
+    report::document::{Document, Dump, Events, Site, Target as TargetFacts, Trace},
+};
+
+/// How often what the programs did not announce is looked for.
+const TICK: Duration = Duration::from_millis(50);
+/// How often new processes and libraries are looked for that no event announces.
+const SCAN: Duration = Duration::from_secs(1);
+/// Records decoded in one go before signals and timers get their turn.
+const BATCH: usize = 65536;
+
+#[derive(Debug, thiserror::Error)]
+pub enum TraceError {
+    #[error(transparent)]
+    Attach(#[from] AttachError),
+    #[error(transparent)]
+    Process(#[from] ProcessError),
+    #[error(transparent)]
+    Spawn(#[from] SpawnError),
+    #[error(transparent)]
+    Output(#[from] OutputError),
+    #[error(
+        "process {tgid} ({command}) has no Ascend library mapped: looked for {wanted} in {files} mapped files. \
+         If it has not loaded them yet, start it with `memscope-trace -- COMMAND`, or use -a, which waits for it"
+    )]
+    NoLibraries { tgid: Tgid, command: String, wanted: String, files: usize },
+    #[error(
+        "process {tgid} ({command}) has Ascend libraries, but none of {sites} sites could be attached; \
+         the first said: {reason}"
+    )]
+    NothingAttached { tgid: Tgid, command: String, sites: usize, reason: String },
+    #[error("no process is called {0:?}; -a waits for processes to come")]
+    NoneCalled(String),
+    #[error("the event loop can not run: {0}")]
+    Loop(#[from] io::Error),
+}
+
+/// Whom to trace.
+#[derive(Debug, Clone)]
+pub enum Targets {
+    Processes(Vec<Tgid>),
+    /// Those whose program has this name, now or later.
+    Called(String),
+    /// All that have Ascend libraries, now or later.
+    All,
+    /// A command to start, and its descendants.
+    Command(Vec<OsString>),
+}
+
+#[derive(Debug, Clone)]
+pub struct Config {
+    pub targets: Targets,
+    pub proc: Proc,
+    /// Ends the trace after this time.
+    pub duration: Option<Duration>,
+    pub classes: HashSet<Class>,
+    pub steps: StepRule,
+    /// Only these steps are reported and dumped; all, when empty.
+    pub only_steps: Vec<u32>,
+    /// Only these devices are reported and dumped; all, when empty.
+    pub only_devices: Vec<u16>,
+    pub leaks: bool,
+    /// Where dumps go; `None` writes none.
+    pub output: Option<PathBuf>,
+    /// What goes into the dump.
+    pub dump: DumpSelection,
+    pub ring_bytes: u32,
+    pub mechanism: Option<Mechanism>,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub struct DumpSelection {
+    pub memory: bool,
+    pub launches: bool,
+}
+
+/// What the user sees while it runs.
+pub trait Progress {
+    /// Tracing has begun, or reached another process.
+    fn began(&mut self, line: String);
+    /// Something worth a line of its own.
+    fn note(&mut self, line: String);
+    /// A few times a second.
+    fn status(&mut self, live: &Live<'_>);
+}
+
+/// Figures of the moment.
+pub struct Live<'a> {
+    pub online: &'a Online,
+    pub received: u64,
+    pub lost: u64,
+    pub elapsed: Duration,
+}
+
+/// What a trace came to.
+pub struct Outcome {
+    pub document: Document,
+    /// Of the command, where one was started.
+    pub status: Option<ExitStatus>,
+}
+
+struct Target {
+    process: Process,
+    scope: Scope,
+    torch_npu: Option<String>,
+    /// The process is no more.
+    ended: bool,
+}
+
+struct Session<'p> {
+    config: Config,
+    attacher: Attacher,
+    decoder: Decoder,
+    online: Online,
+    dump: Option<Pipeline>,
+    targets: HashMap<Tgid, Target>,
+    order: Vec<Tgid>,
+    /// Processes that were judged to be of no interest, by their start time.
+    strangers: HashMap<Tgid, Option<u64>>,
+    exits: mpsc::UnboundedSender<Tgid>,
+    received: u64,
+    started: Instant,
+    notes: Vec<String>,
+    progress: &'p mut dyn Progress,
+    root: Option<Tgid>,
+}
+
+/// Runs a trace to its end. Signals: SIGINT, SIGTERM and SIGHUP end it with a report.
+pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome, TraceError> {
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut hangup = signal(SignalKind::hangup())?;
+    let dump = match &config.output {
+        Some(output) => Some(Pipeline::start(crate::dump::Config {
+            output: output.clone(),
+            formats: vec![Format::Csv],
+            caller: Caller::of_sudo(),
+        })?),
+        None => None,
+    };
+    let (attacher, records) = Attacher::new(crate::attach::Config {
+        ring_bytes: config.ring_bytes,
+        classes: config.classes.clone(),
+        mechanism: config.mechanism,
+    })?;
+    // SAFETY: the ring buffer keeps its descriptor, and keeps it open, for as long as it lives.
+    let mut records = unsafe { AsyncFd::register(records) }.map_err(|e| e.into_parts().1)?;
+    let (exits, mut exited) = mpsc::unbounded_channel();
+    let mut session = Session {
+        online: Online::new(config.steps.clone(), config.leaks),
+        config,
+        attacher,
+        decoder: Decoder::new(clock_offset(), read_text),
+        dump,
+        targets: HashMap::new(),
+        order: Vec::new(),
+        strangers: HashMap::new(),
+        exits,
+        received: 0,
+        started: Instant::now(),
+        notes: Vec::new(),
+        progress,
+        root: None,
+    };
+    let mut child = session.start()?;
+    let deadline = session.config.duration.map(|d| tokio::time::Instant::now() + d);
+    let mut tick = interval(TICK);
+    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut last_status = Instant::now();
+    let mut last_scan = Instant::now();
+    let mut interrupted = false;
+    loop {
+        tokio::select! {
+            biased;
+            _ = interrupt.recv() => {
+                // A command of ours gets the terminal's Ctrl-C as well: its end is the end of the trace.
+                if child.is_none() || std::mem::replace(&mut interrupted, true) {
+                    break;
+                }
+            }
+            _ = terminate.recv() => break,
+            _ = hangup.recv() => break,
+            () = async { match deadline { Some(at) => sleep_until(at).await, None => std::future::pending().await } } => break,
+            Some(tgid) = exited.recv() => {
+                session.drain(records.get_mut(), usize::MAX);
+                session.target_exited(tgid);
+                if session.is_over() {
+                    break;
+                }
+            }
+            ready = records.readable_mut() => {
+                let mut ready = ready?;
+                let emptied = session.drain(ready.get_inner_mut(), BATCH);
+                if emptied {
+                    ready.clear_ready();
+                }
+            }
+            _ = tick.tick() => {
+                session.drain(records.get_mut(), BATCH);
+                if last_scan.elapsed() >= SCAN {
+                    last_scan = Instant::now();
+                    session.scan();
+                }
+            }
+        }
+        if last_status.elapsed() >= Duration::from_millis(250) {
+            last_status = Instant::now();
+            session.show_status();
+        }
+    }
+    session.attacher.silence();
+    session.drain(records.get_mut(), usize::MAX);
+    let status = match (&mut child, session.root) {
+        (Some(child), Some(root)) if session.targets.get(&root).is_none_or(|t| t.ended) => child.wait().ok(),
+        _ => None,
+    };
+    Ok(Outcome { document: session.finish(), status })
+}
+
+impl Session<'_> {
+    fn start(&mut self) -> Result<Option<Child>, TraceError> {
+        match self.config.targets.clone() {
+            Targets::Processes(tgids) => {
+                for tgid in tgids {
+                    let process = Process::open(&self.config.proc, tgid)?;
+                    self.attach_required(process)?;
+                }
+                Ok(None)
+            }
+            Targets::Called(name) => {
+                self.scan();
+                if self.targets.is_empty() {
+                    return Err(TraceError::NoneCalled(name));
+                }
+                Ok(None)
+            }
+            Targets::All => {
+                self.scan();
+                if self.targets.is_empty() {
+                    self.progress.note("no process uses Ascend libraries yet; waiting (Ctrl-C ends)".into());
+                }
+                Ok(None)
+            }
+            Targets::Command(words) => {
+                let held = Held::start(&words)?;
+                self.root = Some(held.tgid());
+                let process = Process::open(&self.config.proc, held.tgid())?;
+                self.adopt(process, Scope::Host)?;
+                Ok(Some(held.release()?))
+            }
+        }
+    }
+
+    /// Attaches to a process that the user named: without sites there is nothing to wait for.
+    fn attach_required(&mut self, process: Process) -> Result<(), TraceError> {
+        let (tgid, command) = (process.tgid, process.command.clone());
+        let files = process.mapped_files()?.len();
+        let attached = self.adopt(process, Scope::Process(tgid))?;
+        if attached.memory_sites > 0 {
+            return Ok(());
+        }
+        let memory: Vec<_> = self
+            .attacher
+            .sites()
+            .iter()
+            .filter(|s| s.scope == Scope::Process(tgid) && s.found.is_some() && s.probe.class != Class::Context)
+            .collect();
+        match memory.iter().find_map(|s| s.reason.clone()) {
+            Some(reason) => {
+                Err(TraceError::NothingAttached { tgid, command, sites: memory.len(), reason })
+            }
+            None if !memory.is_empty() => Ok(()),
+            None => Err(TraceError::NoLibraries { tgid, command, wanted: wanted_libraries(), files }),
+        }
+    }
+
+    /// Makes a process a target and attaches what it has so far.
+    fn adopt(&mut self, process: Process, scope: Scope) -> Result<Attached, TraceError> {
+        let tgid = process.tgid;
+        self.watch(&process)?;
+        self.attacher.judge(tgid, true)?;
+        self.decoder.set_visible_devices(tgid, process.visible_devices.clone());
+        self.strangers.remove(&tgid);
+        self.order.retain(|known| *known != tgid);
+        self.order.push(tgid);
+        self.targets.insert(tgid, Target { process, scope, torch_npu: None, ended: false });
+        self.attach(tgid)
+    }
+
+    /// Tells [`Session::target_exited`] when the process ends.
+    fn watch(&self, process: &Process) -> Result<(), TraceError> {
+        let pidfd: OwnedFd = process.as_fd().try_clone_to_owned()?;
+        // SAFETY: an OwnedFd keeps its descriptor open for as long as it lives.
+        let pidfd = unsafe { AsyncFd::register(pidfd) }.map_err(|e| e.into_parts().1)?;
+        let (exits, tgid) = (self.exits.clone(), process.tgid);
+        tokio::spawn(async move {
+            let _ = pidfd.readable().await;
+            let _ = exits.send(tgid);
+        });
+        Ok(())
+    }
+
+    /// Attaches what a target has mapped since the last look.
+    fn attach(&mut self, tgid: Tgid) -> Result<Attached, TraceError> {
+        let Some(target) = self.targets.get_mut(&tgid) else { return Ok(Attached::default()) };
+        let result = self.attacher.attach(&target.process, target.scope);
+        for site in &self.attacher.sites()[self.decoder.sites()..] {
+            self.decoder.add_site(site.probe, site.found.as_ref());
+        }
+        let attached = result?;
+        if target.torch_npu.is_none() {
+            target.torch_npu = self.attacher.torch_npu_version(&target.process);
+        }
+        if attached.sites.iter().any(|s| self.attacher.sites()[*s].probe.class != Class::Context) {
+            let line = self.began_line(tgid, &attached);
+            self.progress.began(line);
+        }
+        Ok(attached)
+    }
+
+    fn began_line(&self, tgid: Tgid, attached: &Attached) -> String {
+        let target = &self.targets[&tgid];
+        let mut what = Vec::new();
+        if let Some(version) = &target.torch_npu {
+            what.push(format!("torch_npu {version}"));
+        }
+        let devices = target.process.open_devices();
+        if !devices.is_empty() {
+            let list: Vec<_> = devices.iter().map(u16::to_string).collect();
+            what.push(format!("NPU {}", list.join(", ")));
+        }
+        let missing =
+            self.attacher.sites().iter().filter(|s| s.scope == target.scope && !s.attached && s.reason.is_some()).count();
+        let mut sites = format!("{} sites in {} libraries", attached.sites.len(), attached.libraries);
+        if missing > 0 {
+            sites.push_str(&format!(", {missing} not found (memscope-trace probes -p {tgid})"));
+        }
+        let what = if what.is_empty() { sites } else { format!("{}; {sites}", what.join(", ")) };
+        format!("tracing {tgid} ({}): {what}", target.process.command)
+    }
+
+    /// Looks for processes that are to be traced, and for libraries whose loading nothing announced.
+    fn scan(&mut self) {
+        let known: Vec<Tgid> = self.targets.iter().filter(|(_, t)| !t.ended).map(|(tgid, _)| *tgid).collect();
+        for tgid in known {
+            self.try_attach(tgid);
+        }
+        let proc = self.config.proc.clone();
+        let wanted: Option<String> = match &self.config.targets {
+            Targets::Called(name) => Some(name.clone()),
+            Targets::All => None,
+            _ => return,
+        };
+        self.strangers.retain(|tgid, start| proc.start_time(*tgid) == *start);
+        for tgid in proc.processes() {
+            if self.targets.get(&tgid).is_some_and(|t| !t.ended) || self.strangers.contains_key(&tgid) {
+                continue;
+            }
+            match &wanted {
+                Some(name) if proc.comm(tgid) != *name => continue,
+                _ => {}
+            }
+            self.consider(tgid);
+        }
+    }
+
+    /// Makes a process a target if it has Ascend libraries.
+    fn consider(&mut self, tgid: Tgid) {
+        if tgid.0 == std::process::id() {
+            return;
+        }
+        let Ok(process) = Process::open(&self.config.proc, tgid) else { return };
+        let Ok(files) = process.mapped_files() else { return };
+        if !files.iter().any(|file| is_ascend_library(&file.path)) {
+            return;
+        }
+        let scope = match self.config.targets {
+            Targets::Called(_) => Scope::Process(tgid),
+            _ => Scope::Host,
+        };
+        if let Err(e) = self.adopt(process, scope) {
+            self.note(format!("process {tgid} is not traced: {e}"));
+        }
+    }
+
+    fn try_attach(&mut self, tgid: Tgid) {
+        match self.attach(tgid) {
+            Ok(_) => {}
+            // It is ending: its pidfd will say so.
+            Err(TraceError::Attach(AttachError::Process(ProcessError::NoSuchProcess(_)))) => {}
+            Err(e) => self.note(format!("libraries that {tgid} has loaded are not traced: {e}")),
+        }
+    }
+
+    fn note(&mut self, line: String) {
+        if !self.notes.contains(&line) {
+            self.progress.note(line.clone());
+            self.notes.push(line);
+        }
+    }
+
+    /// Decodes what is in the ring buffer, at most `most` records; whether it was emptied.
+    fn drain(&mut self, records: &mut RingBuf<MapData>, most: usize) -> bool {
+        let mut mapped: Vec<Tgid> = Vec::new();
+        let mut emptied = false;
+        let mut events = Vec::new();
+        for _ in 0..most {
+            let Some(record) = records.next() else {
+                emptied = true;
+                break;
+            };
+            let notice = self.decoder.decode(&record, |event| events.push(event));
+            drop(record);
+            for event in events.drain(..) {
+                self.received += 1;
+                self.observe(event);
+            }
+            match notice {
+                None => {}
+                Some(Notice::Mapped(tgid)) => {
+                    if !mapped.contains(&tgid) {
+                        mapped.push(tgid);
+                    }
+                }
+                Some(Notice::Exec(tgid)) => {
+                    if let Some(target) = self.targets.get_mut(&tgid) {
+                        target.process.refresh();
+                        target.torch_npu = None;
+                        self.attacher.forget_libraries(tgid);
+                        mapped.push(tgid);
+                    }
+                }
+                Some(Notice::Distrust { site, why }) => self.distrust(site, why),
+            }
+        }
+        for tgid in mapped {
+            if self.targets.contains_key(&tgid) {
+                self.try_attach(tgid);
+            } else {
+                self.meet(tgid);
+            }
+        }
+        emptied
+    }
+
+    fn distrust(&mut self, site: usize, why: String) {
+        let Some(state) = self.attacher.sites().get(site) else { return };
+        if state.attached {
+            let line = format!("{} in {}: {why}", state.probe.site, state.file);
+            self.attacher.disable(site, why);
+            self.note(line);
+        }
+    }
+
+    /// A process that host-wide sites were hit by, and that is not a target yet. Whether it is one now.
+    fn meet(&mut self, tgid: Tgid) -> bool {
+        if self.strangers.contains_key(&tgid) {
+            return false;
+        }
+        match self.config.targets {
+            Targets::All => {
+                self.consider(tgid);
+                self.targets.contains_key(&tgid)
+            }
+            Targets::Command(_) if self.descends(tgid) => match Process::open(&self.config.proc, tgid) {
+                Ok(process) => {
+                    if let Err(e) = self.adopt(process, Scope::Host) {
+                        self.note(format!("process {tgid} is not traced: {e}"));
+                    }
+                    true
+                }
+                Err(_) => false,
+            },
+            _ => {
+                let _ = self.attacher.judge(tgid, false);
+                self.strangers.insert(tgid, self.config.proc.start_time(tgid));
+                false
+            }
+        }
+    }
+
+    /// Whether a process is a child, grandchild, … of a target.
+    fn descends(&self, tgid: Tgid) -> bool {
+        let mut at = tgid;
+        for _ in 0..64 {
+            let Some((parent, _)) = self.config.proc.parent_and_session(at) else { return false };
+            if self.targets.contains_key(&parent) {
+                return true;
+            }
+            if parent.0 <= 1 {
+                return false;
+            }
+            at = parent;
+        }
+        false
+    }
+
+    fn observe(&mut self, event: Event) {
+        if !self.targets.contains_key(&event.tgid) && !self.meet(event.tgid) {
+            return;
+        }
+        let change = self.online.apply(&event);
+        self.dump(&event, &change);
+    }
+
+    fn dump(&self, event: &Event, change: &Change) {
+        let Some(dump) = &self.dump else { return };
+        let selection = self.config.dump;
+        let wanted = match &event.kind {
+            EventKind::Alloc(_) | EventKind::Free(_) => selection.memory,
+            EventKind::Op { .. } | EventKind::Launch { .. } => selection.launches,
+            _ => true,
+        };
+        let step = self.online.ledger.process(event.tgid).map(|process| process.steps().current());
+        if !wanted || step.is_some_and(|step| !selects(&self.config.only_steps, step.0)) {
+            return;
+        }
+        rows_of(event, change, &self.online.ledger, |row| match row.place() {
+            Some(Place::Npu(device)) if !selects(&self.config.only_devices, device.0) => {}
+            _ => dump.push(row),
+        });
+    }
+
+    fn target_exited(&mut self, tgid: Tgid) {
+        let Some(target) = self.targets.get_mut(&tgid) else { return };
+        if std::mem::replace(&mut target.ended, true) {
+            return;
+        }
+        self.attacher.forget(tgid);
+        self.decoder.forget(tgid);
+        self.observe(Event { time: now(), tgid, tid: crate::model::Tid(tgid.0), kind: EventKind::Exit });
+    }
+
+    /// Whether there is nothing left to wait for.
+    fn is_over(&self) -> bool {
+        match self.config.targets {
+            Targets::All => false,
+            Targets::Command(_) | Targets::Called(_) | Targets::Processes(_) => self.targets.values().all(|t| t.ended),
+        }
+    }
+
+    /// Records lost so far, over all sites.
+    fn lost(&self) -> u64 {
+        (0..self.attacher.sites().len()).map(|site| lost(&self.attacher.counters(site))).sum()
+    }
+
+    fn show_status(&mut self) {
+        let lost = self.lost();
+        let live =
+            Live { online: &self.online, received: self.received, lost, elapsed: self.started.elapsed() };
+        self.progress.status(&live);
+    }
+
+    fn finish(mut self) -> Document {
+        let dump = self.dump.take().map(|dump| {
+            let summary = dump.finish();
+            let complete = summary.is_complete();
+            let reason = summary
+                .files
+                .iter()
+                .find_map(|f| f.failure.as_ref().map(|why| format!("{}: {why}", f.path.display())))
+                .or_else(|| (summary.dropped_rows > 0).then(|| format!("{} rows were dropped: the disk could not keep up", summary.dropped_rows)))
+                .or_else(|| summary.crashed.then(|| "the writer failed".to_owned()));
+            let path = common_parent(summary.files.iter().map(|f| f.path.as_path()));
+            (path, complete, reason)
+        });
+        let mut lost_total = 0;
+        let mut sites = Vec::new();
+        for (index, state) in self.attacher.sites().iter().enumerate() {
+            let counters = self.attacher.counters(index);
+            lost_total += lost(&counters);
+            sites.push(Site {
+                site: state.probe.site.to_owned(),
+                file: Some(state.file.to_string()).filter(|f| !f.is_empty()),
+                build_id: state.build_id.as_deref().map(str::to_owned),
+                offset: state.found.map(|f| f.offset),
+                attached: state.found.is_some() && state.reason.as_deref().is_none_or(|r| r == ENDED),
+                hits: counters.hits,
+                lost: lost(&counters),
+                reason: state.reason.clone().filter(|r| r != ENDED),
+            });
+        }
+        if self.decoder.malformed > 0 {
+            self.notes.push(format!("{} records could not be decoded: a fault of the tracer", self.decoder.malformed));
+        }
+        let targets = self
+            .order
+            .iter()
+            .filter_map(|tgid| {
+                let target = self.targets.get(tgid)?;
+                let process = self.online.ledger.process(*tgid);
+                let mut devices: Vec<DeviceId> = process
+                    .map(|p| p.devices().iter().filter_map(|d| d.device).collect())
+                    .unwrap_or_default();
+                devices.sort_unstable();
+                Some(TargetFacts {
+                    pid: *tgid,
+                    command: target.process.command.clone(),
+                    devices,
+                    torch_npu: target.torch_npu.clone(),
+                })
+            })
+            .collect();
+        let trace = Trace {
+            targets,
+            sites,
+            events: Events { received: self.received, lost: lost_total },
+            dump: dump.and_then(|(path, complete, reason)| {
+                Some(Dump { path: path?.display().to_string(), complete, reason })
+            }),
+            notes: self.notes,
+        };
+        let mut document = Document::new(trace, &self.online);
+        document.select(&self.config.only_devices, &self.config.only_steps);
+        document
+    }
+}
+
+/// What [`Attacher::forget`] says of the sites of a process that ended: they were attached all right.
+const ENDED: &str = "the process ended";
+
+fn lost(counters: &Counters) -> u64 {
+    counters.ring_full + counters.map_full
+}
+
+/// Whether a list that is empty for "all" has it.
+fn selects<T: PartialEq>(list: &[T], item: T) -> bool {
+    list.is_empty() || list.contains(&item)
+}
+
+/// The directory that holds all files; the file itself where there is one.
+fn common_parent<'a>(mut paths: impl Iterator<Item = &'a std::path::Path>) -> Option<PathBuf> {
+    let mut common = paths.next()?.to_path_buf();
+    for path in paths {
+        while !path.starts_with(&common) {
+            common.pop();
+        }
+    }
+    Some(common)
+}
+
+pub fn is_ascend_library(path: &std::path::Path) -> bool {
+    let Some(name) = path.file_name().and_then(|n| n.to_str()) else { return false };
+    CATALOGUE.iter().flat_map(|p| p.libraries).any(|library| name.starts_with(library))
+}
+
+/// The libraries that are looked for, for people.
+pub fn wanted_libraries() -> String {
+    let mut names: Vec<&str> = CATALOGUE.iter().flat_map(|p| p.libraries.iter().copied()).collect();
+    names.sort_unstable();
+    names.dedup();
+    names.join(", ")
+}
+
+fn now() -> Nanos {
+    Nanos(clock(libc::CLOCK_REALTIME))
+}
+
+fn clock(id: libc::clockid_t) -> u64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `time` is a timespec of ours.
+    unsafe { libc::clock_gettime(id, &raw mut time) };
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
+/// Wall clock minus monotonic clock in ns, the one offset of a trace. Of a few readings the one that was
+/// interrupted least.
+fn clock_offset() -> i64 {
+    let reading = || {
+        let before = clock(libc::CLOCK_MONOTONIC);
+        let wall = clock(libc::CLOCK_REALTIME);
+        let after = clock(libc::CLOCK_MONOTONIC);
+        (after - before, wall as i64 - (before + (after - before) / 2) as i64)
+    };
+    (0..5).map(|_| reading()).min().map(|(_, offset)| offset).unwrap_or_default()
+}
+
+/// A text in a target's memory, up to its NUL.
+fn read_text(tgid: Tgid, address: u64, most: usize) -> Option<Vec<u8>> {
+    let mut bytes = vec![0; most];
+    let mut filled = 0;
+    // To the end of the page first: the next one may not be there.
+    for end in [most.min(4096 - (address as usize & 4095)), most] {
+        if filled >= end {
+            continue;
+        }
+        let remote = RemoteIoVec { base: (address as usize).checked_add(filled)?, len: end - filled };
+        let local = io::IoSliceMut::new(&mut bytes[filled..end]);
+        match process_vm_readv(Pid::from_raw(tgid.0 as i32), &mut [local], &[remote]) {
+            Ok(n) => filled += n,
+            Err(_) if filled == 0 => return None,
+            Err(_) => break,
+        }
+        if bytes[..filled].contains(&0) {
+            break;
+        }
+    }
+    bytes.truncate(filled);
+    if let Some(end) = bytes.iter().position(|b| *b == 0) {
+        bytes.truncate(end);
+    }
+    Some(bytes)
+}
