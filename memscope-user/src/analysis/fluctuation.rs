@@ -154,3 +154,104 @@ impl Gauge {
 fn used(process: &Process, pool: Pool, device: Option<DeviceId>) -> Option<u64> {
     process.device(device).map(|memory| memory.pool(pool).used())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::analysis::Online;
+    use crate::model::StepRule;
+    use crate::model::testing::{MIB, Script};
+
+    fn online(script: &Script) -> Online {
+        let mut online = Online::new(StepRule::default(), false);
+        for event in &script.events {
+            online.apply(event);
+        }
+        online
+    }
+
+    fn extremes(script: &Script) -> Vec<Extremes> {
+        online(script).fluctuation.extremes(0).collect()
+    }
+
+    fn swing(ratio: f64, step: u32, min_bytes: u64) -> Swing {
+        Swing { ratio, step: StepId(step), min_bytes }
+    }
+
+    /// A pool event after which so many bytes are allocated.
+    fn used(s: &mut Script, bytes: u64) {
+        s.alloc_in(Pool::Pta, 0, 0x1000, 1, Some((bytes, 100)));
+    }
+
+    #[test]
+    fn the_allocators_own_figure_is_used() {
+        let mut script = Script::new();
+        for uses in [&[1, 100][..], &[20, 80, 40], &[90, 100], &[10, 10], &[60, 80, 30]] {
+            script.step(|s| uses.iter().for_each(|bytes| used(s, *bytes)));
+        }
+        let found = extremes(&script);
+        let [pta] = &found[..] else { panic!("{found:?}") };
+        assert_eq!((pta.pool, pta.device), (Pool::Pta, Some(DeviceId(0))));
+        assert_eq!(pta.most, swing(0.25, 2, 20), "step 1 does not count");
+        assert_eq!(pta.least, swing(1.0, 4, 10));
+    }
+
+    #[test]
+    fn else_our_own_sum_is() {
+        let mut script = Script::new();
+        script.step(|_| {}).step(|s| {
+            s.alloc(0x1000, 3 * MIB).alloc(0x2000, MIB).free(0x1000);
+        });
+        assert_eq!(extremes(&script)[0].most, swing(0.25, 2, MIB));
+    }
+
+    #[test]
+    fn steps_without_events_or_bytes_have_no_ratio() {
+        let mut script = Script::new();
+        script.step(|s| used(s, 5)).step(|_| {}).step(|s| used(s, 0));
+        assert_eq!(extremes(&script), []);
+        script.step(|s| {
+            used(s, 0);
+            used(s, 8);
+        });
+        assert_eq!(extremes(&script)[0].most, swing(0.0, 4, 0), "an empty pool is a use like any other");
+    }
+
+    #[test]
+    fn what_is_between_two_steps_counts_for_the_second() {
+        let mut script = Script::new();
+        script.step(|_| {});
+        used(&mut script, 1);
+        script.step(|s| used(s, 50));
+        used(&mut script, 100);
+        script.step(|s| used(s, 80));
+        let found = extremes(&script);
+        assert_eq!((found[0].most, found[0].least), (swing(0.8, 3, 80), swing(1.0, 2, 50)));
+    }
+
+    #[test]
+    fn devices_are_apart() {
+        let mut script = Script::new();
+        script.step(|_| {}).step(|s| {
+            s.alloc_on(0, 0x1000, MIB).alloc_on(1, 0x2000, MIB).alloc_on(1, 0x3000, MIB);
+        });
+        let found: Vec<_> = extremes(&script).iter().map(|e| (e.device.map(|d| d.0), e.most.ratio)).collect();
+        assert_eq!(found, [(Some(0), 1.0), (Some(1), 0.5)]);
+    }
+
+    #[test]
+    fn a_trend_is_the_mean_growth_over_the_last_ends() {
+        let mut script = Script::new();
+        let trend = |script: &Script| online(script).fluctuation.trend(0, Some(DeviceId(0)), Pool::Pta);
+        script.step(|s| used(s, 1000));
+        assert_eq!(trend(&script), None, "one end is no trend");
+        for end in [1010, 1000, 1020] {
+            script.step(|s| used(s, end));
+        }
+        assert_eq!(trend(&script), Some(6));
+        for step in 0..20 {
+            script.step(|s| used(s, 900 - 5 * step));
+        }
+        assert_eq!(trend(&script), Some(-5), "the beginning is forgotten");
+    }
+}

@@ -7,7 +7,7 @@
 //! - No step after k has ended: not judged, for no later step can have shown whether the block is needed.
 //! - Blocks of its like were freed late, after up to d later steps had ended: it is a leak only when more
 //!   than d later steps have ended; until then it is young, and not judged. So nothing of a steady ring of
-//!   batches is a leak, wherever the trace ends.
+//!   batches is a leak, wherever the trace ends. (See [`Old`] for what frees of older blocks say of d.)
 //! - Else it is a leak.
 //!
 //! Alike are blocks of one pool, device, size class (four to a power of two) and operator. A leak is
@@ -58,7 +58,7 @@ impl Like {
 }
 
 /// Four classes to a power of two.
-fn size_class(size: u64) -> u16 {
+pub(crate) fn size_class(size: u64) -> u16 {
     let log = size.max(1).ilog2();
     let quarter = if log >= 2 { (size >> (log - 2)) & 3 } else { 0 };
     (log * 4) as u16 + quarter as u16
@@ -131,8 +131,9 @@ pub struct Leaks {
 
 #[derive(Debug, Default)]
 struct Watched {
-    /// Longest time held, by kind, of blocks that were freed late.
-    freed_late: FxHashMap<Like, Held>,
+    /// Later steps that had ended when blocks of a kind were freed: the most.
+    freed_late: FxHashMap<Like, u32>,
+    old: FxHashMap<(Pool, Option<DeviceId>, u16), Old>,
     late: FxHashMap<Like, LateGroup>,
     largest_late: BinaryHeap<Reverse<BySize>>,
     /// Blocks judged before the trace ended.
@@ -141,18 +142,34 @@ struct Watched {
     judged_to: AllocationId,
 }
 
-/// Later steps that had ended when blocks of a kind were freed: the most.
+/// Frees of blocks from before the first whole step: of a pool, device and size class, for their operators
+/// are not known. It is not known either how long they lived: one may have been there from the start and go
+/// with the loop. But when such frees come in several steps, blocks are being replaced in turn, and who lives
+/// no longer than that may be one of them. This counts only until blocks of the first whole step must have
+/// been freed in their turn too: from then on the frees of younger blocks tell.
 #[derive(Debug, Clone, Copy, Default)]
-struct Held {
+struct Old {
+    /// Distinct steps in which they were freed, after a step had ended.
     steps: u32,
-    /// The same of blocks from before the first whole step. They may have lived long before it, so they
-    /// count only as long as there are no others.
-    before_first: u32,
+    last_step: StepId,
+    /// Steps that had ended at the last free.
+    ended: u32,
 }
 
-impl Held {
-    fn longest(self) -> u32 {
-        if self.steps > 0 { self.steps } else { self.before_first }
+impl Old {
+    fn freed(&mut self, process: &Process) {
+        let steps = process.steps();
+        if self.last_step != steps.current() {
+            self.last_step = steps.current();
+            self.steps += 1;
+        }
+        self.ended = steps.last_ended().0;
+    }
+
+    /// The d that they stand for.
+    fn held(&self, process: &Process) -> u32 {
+        let counts = self.steps >= 2 && process.steps().last_ended().0 < self.ended + 2;
+        if counts { self.ended } else { 0 }
     }
 }
 
@@ -204,6 +221,14 @@ impl Analysis for Leaks {
                     watched.freed_late(block, event.time, process);
                 }
             }
+            Change::UnknownFree { pool, device, size: Some(size) } => {
+                if let Some(process) = ledger.process(event.tgid)
+                    && process.steps().last_ended() > StepId(0)
+                    && let Some(watched) = self.watch(event.tgid, ledger)
+                {
+                    watched.freed_old(*pool, *device, *size, process);
+                }
+            }
             Change::Reset { blocks, .. } | Change::Ended { blocks, .. } => {
                 if let Some(process) = ledger.process(event.tgid)
                     && let Some(watched) = self.watch(event.tgid, ledger)
@@ -245,14 +270,13 @@ impl Watched {
         if !block.belongs_to_program() {
             return;
         }
-        let steps = later_steps(block, process);
-        let held = self.freed_late.entry(bounded(Like::of(block), &self.freed_late)).or_default();
         if block.step < WARM_UP {
-            held.before_first = held.before_first.max(steps);
-        } else {
-            held.steps = held.steps.max(steps);
+            self.freed_old(block.pool, block.device, block.size, process);
+            return;
         }
-        if block.step <= WARM_UP || is_kept_for_use(block.pool) {
+        let held = self.freed_late.entry(bounded(Like::of(block), &self.freed_late)).or_default();
+        *held = later_steps(block, process).max(*held);
+        if block.step == WARM_UP || is_kept_for_use(block.pool) {
             return;
         }
 
@@ -279,6 +303,10 @@ impl Watched {
         }
     }
 
+    fn freed_old(&mut self, pool: Pool, device: Option<DeviceId>, size: u64, process: &Process) {
+        self.old.entry((pool, device, size_class(size))).or_default().freed(process);
+    }
+
     /// Passes judgement on blocks that nothing will be heard of any more.
     fn judge_for_good<'a>(&mut self, blocks: impl IntoIterator<Item = &'a Block>, process: &Process) {
         let judged: Vec<_> = blocks
@@ -299,7 +327,9 @@ impl Watched {
             return Some(Verdict::NotJudged(Reason::LastStep));
         }
         let like = bounded(Like::of(block), &self.freed_late);
-        let longest = self.freed_late.get(&like).map_or(0, |held| held.longest());
+        let longest = self.freed_late.get(&like).copied().unwrap_or_else(|| {
+            self.old.get(&(like.pool, like.device, like.class)).map_or(0, |old| old.held(process))
+        });
         // Who outlives the end of its own step and d later ones is freed in step d + 1 after its own.
         Some(if later > longest {
             Verdict::Leak
@@ -371,3 +401,6 @@ fn bounded<V>(mut like: Like, known: &FxHashMap<Like, V>) -> Like {
     }
     like
 }
+
+#[cfg(test)]
+mod tests;

@@ -179,3 +179,104 @@ fn largest(process: &Process, device: Option<DeviceId>) -> Vec<Block> {
     blocks.sort_unstable_by_key(order);
     blocks.into_iter().cloned().collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::analysis::Online;
+    use crate::model::testing::{MAIN, MIB, Script};
+    use crate::model::{Module, StepRule};
+
+    const WORKER: Tid = Tid(101);
+
+    fn fed(script: &Script) -> Online {
+        let mut online = Online::new(StepRule::default(), false);
+        for event in &script.events {
+            online.apply(event);
+        }
+        online
+    }
+
+    #[test]
+    fn refusals_of_one_request_are_one_out_of_memory() {
+        let mut script = Script::new();
+        script.op("aclnnMatmul").step(|s| {
+            s.alloc_in(Pool::Pta, 0, 0x1000, 7 * MIB, Some((7 * MIB, 40 * MIB)));
+            // Huge pages, then normal ones; then again when the pool has given back what it had cached.
+            s.hal(0x4000_0000, 20 * MIB, Module::APP);
+            s.fail(MAIN, 66 * MIB, 64 * MIB).fail(MAIN, 64 * MIB + 4096, 64 * MIB);
+            s.free_in(Pool::Hal, 0x4000_0000, None);
+            s.fail(MAIN, 66 * MIB, 64 * MIB);
+        });
+        let online = fed(&script);
+        let [oom] = online.oom.of(0) else { panic!("{:?}", online.oom) };
+        assert_eq!((oom.request(), oom.size, oom.attempts, oom.recovered), (64 * MIB, 66 * MIB, 3, false));
+        assert_eq!(
+            (oom.function, oom.code, oom.api),
+            ("halMemAlloc", 6, Some(("aclrtMallocAlign32", 64 * MIB)))
+        );
+        assert_eq!((oom.step, oom.op.as_deref(), oom.tid), (StepId(1), Some("aclnnMatmul"), MAIN));
+        assert_eq!((oom.first, oom.last), (script.events[4].time, script.events[7].time));
+        let pools: Vec<_> =
+            oom.pools.iter().map(|(pool, facts)| (*pool, facts.live_bytes, facts.used())).collect();
+        assert_eq!(pools, [(Pool::Hal, 0, 0), (Pool::Pta, 7 * MIB, 7 * MIB)], "as the last attempt found it");
+    }
+
+    #[test]
+    fn the_ten_largest_blocks_without_segments() {
+        let mut script = Script::new();
+        script.alloc_in(Pool::Pta, 0, 0x10, MIB, Some((MIB, MIB)));
+        script.hal(0x4000_0000, 64 * MIB, Module::APP);
+        script.alloc_in(Pool::Pta, 0, 0x4000_0000, 5 * MIB, Some((6 * MIB, 65 * MIB)));
+        script.hal(0x8000_0000, 3 * MIB, Module::APP);
+        for block in 1..=12 {
+            script.alloc(0x10_0000 * block, block * 1024);
+        }
+        script.alloc_on(1, 0x1, 100 * MIB).fail(MAIN, MIB, MIB);
+        let online = fed(&script);
+        let largest: Vec<_> =
+            online.oom.of(0)[0].largest.iter().map(|block| (block.pool, block.size)).collect();
+        let mut expected = vec![(Pool::Pta, 5 * MIB), (Pool::Hal, 3 * MIB), (Pool::Pta, MIB)];
+        expected.extend((6..=12).rev().map(|block| (Pool::Pta, block * 1024)));
+        assert_eq!(largest, expected);
+    }
+
+    #[test]
+    fn a_request_that_succeeds_in_the_end_has_recovered() {
+        let mut script = Script::new();
+        script.fail(MAIN, 66 * MIB, 64 * MIB).fail(WORKER, 8 * MIB, 8 * MIB).hal(
+            0x1000,
+            64 * MIB,
+            Module::APP,
+        );
+        // Another request of the other thread.
+        script.hal_of(WORKER, 0x2000, MIB, Module::APP);
+        let online = fed(&script);
+        let found: Vec<_> =
+            online.oom.of(0).iter().map(|oom| (oom.tid, oom.attempts, oom.recovered)).collect();
+        assert_eq!(found, [(MAIN, 1, true), (WORKER, 1, false)]);
+    }
+
+    #[test]
+    fn a_success_or_another_size_separates() {
+        let mut script = Script::new();
+        script.fail(MAIN, 8 * MIB, 8 * MIB).alloc(0x1000, 512).fail(MAIN, 8 * MIB, 8 * MIB);
+        script.fail(MAIN, 4 * MIB, 4 * MIB).fail(MAIN, 4 * MIB, 4 * MIB);
+        let online = fed(&script);
+        let found: Vec<_> = online.oom.of(0).iter().map(|oom| (oom.request() / MIB, oom.attempts)).collect();
+        assert_eq!(found, [(8, 1), (8, 1), (4, 2)]);
+    }
+
+    #[test]
+    fn a_storm_is_counted() {
+        let mut script = Script::new();
+        for size in 1..=KEPT as u64 + 5 {
+            script.fail(MAIN, size, size).fail(MAIN, size, size);
+        }
+        let online = fed(&script);
+        assert_eq!(online.oom.of(0).len(), KEPT);
+        assert!(online.oom.of(0).iter().all(|oom| oom.attempts == 2));
+        let bytes = (101..=105).sum();
+        assert_eq!(online.oom.not_kept(0), Count { blocks: 5, bytes });
+    }
+}

@@ -55,12 +55,11 @@ impl Reconciliation {
                 }
             })
             .collect();
-        let in_segments: u64 = segments.iter().map(|segments| segments.driver).sum();
-        let program: u64 = modules
+        let in_segments = sum(segments.iter().map(|segments| segments.driver));
+        let program = sum(modules
             .iter()
             .filter(|(module, _)| module.is_none_or(Module::belongs_to_program))
-            .map(|(_, bytes)| *bytes)
-            .sum();
+            .map(|(_, bytes)| *bytes));
         Reconciliation {
             device: memory.device,
             driver: memory.pool(Pool::Hal).live_bytes,
@@ -72,7 +71,67 @@ impl Reconciliation {
 
     /// All that is known to be taken on the device: since attach, and before.
     pub fn known(&self) -> u64 {
-        let before: u64 = self.segments.iter().filter_map(|segments| segments.before_attach).sum();
+        let before = sum(self.segments.iter().filter_map(|segments| segments.before_attach));
         self.driver.saturating_add(before)
+    }
+}
+
+fn sum(bytes: impl Iterator<Item = u64>) -> u64 {
+    bytes.fold(0, u64::saturating_add)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::testing::{MAIN, MIB, PID, Script};
+    use crate::model::{EventKind, Ledger};
+
+    fn reconciled(script: &Script) -> Reconciliation {
+        let mut ledger = Ledger::default();
+        for event in &script.events {
+            ledger.apply(event);
+        }
+        let memory = ledger.process(PID).and_then(|process| process.device(Some(DeviceId(0))));
+        Reconciliation::of(memory.unwrap_or_else(|| panic!("no device")))
+    }
+
+    /// Attached late: 30 MiB of the pool's are from before; then the pool takes 20 MiB more.
+    fn script() -> Script {
+        let mut script = Script::new();
+        script.hal(0x100_0000, 7 * MIB, Module::RUNTIME).hal(0x200_0000, 2 * MIB, Module::APP);
+        script.alloc_in(Pool::Pta, 0, 0x10, MIB, Some((8 * MIB, 30 * MIB)));
+        script.hal(0x4000_0000, 20 * MIB, Module::APP);
+        script.alloc_in(Pool::Pta, 0, 0x4000_0000, 12 * MIB, Some((20 * MIB, 50 * MIB)));
+        script
+    }
+
+    #[test]
+    fn the_drivers_bytes_are_explained_by_pools_and_modules() {
+        let found = reconciled(&script());
+        assert_eq!(found.driver, 29 * MIB);
+        assert_eq!(found.modules, [(Some(Module::APP), 22 * MIB), (Some(Module::RUNTIME), 7 * MIB)]);
+        assert_eq!(
+            found.segments,
+            [Segments {
+                pool: Pool::Pta,
+                driver: 20 * MIB,
+                reserved: Some(50 * MIB),
+                allocated: Some(20 * MIB),
+                before_attach: Some(30 * MIB),
+            }]
+        );
+        assert_eq!(found.unexplained, 2 * MIB, "the program's own 2 MiB");
+        assert_eq!(found.known(), 59 * MIB);
+    }
+
+    #[test]
+    fn a_reset_device_is_told_as_it_was() {
+        let mut script = script();
+        let before = reconciled(&script);
+        script.push(MAIN, EventKind::DeviceReset { device: DeviceId(0) });
+        script.push(MAIN, EventKind::DeviceReset { device: DeviceId(0) });
+        assert_eq!(reconciled(&script), before);
+        script.hal(0x100, MIB, Module::APP);
+        assert_eq!(reconciled(&script).driver, MIB, "until it is in use again");
     }
 }

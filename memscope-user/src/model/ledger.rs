@@ -484,7 +484,8 @@ impl Process {
             block.segment_of = Some(pool);
             self.unclaimed.remove(candidate.ptr);
             if let Some(memory) = self.devices.iter_mut().find(|memory| memory.device == block.device) {
-                memory.driver.segments[pool as usize] += block.size;
+                let bytes = &mut memory.driver.segments[pool as usize];
+                *bytes = bytes.saturating_add(block.size);
             }
         }
     }
@@ -581,3 +582,6 @@ impl Process {
 fn is_driver(pool: Pool) -> bool {
     matches!(pool, Pool::Hal | Pool::Host)
 }
+
+#[cfg(test)]
+mod tests;

@@ -138,3 +138,132 @@ impl Steps {
         Some(step.id)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::testing::{MAIN, Script};
+
+    const WORKER: Tid = Tid(101);
+    const OTHER: Tid = Tid(102);
+
+    fn steps(script: &Script, rule: &StepRule) -> Steps {
+        let mut steps = Steps::default();
+        for event in &script.events {
+            steps.observe(event, rule);
+        }
+        steps
+    }
+
+    /// Numbers of steps with the indices of the events that begin and end them.
+    fn bounds(steps: &Steps) -> Vec<(u32, u64, Option<u64>)> {
+        let index = |time: Nanos| (time.0 - 1_000_000) / 1000;
+        steps.list().iter().map(|step| (step.id.0, index(step.begin), step.end.map(index))).collect()
+    }
+
+    fn matching(pattern: &str) -> StepRule {
+        StepRule::Matching(Regex::new(pattern).unwrap_or_else(|e| panic!("{e}")))
+    }
+
+    #[test]
+    fn ranges_with_the_text_are_steps() {
+        let mut script = Script::new();
+        let other = script.range(MAIN, "step start ");
+        script.range_end(MAIN, other).step(|_| {}).mark("step start").step(|_| {});
+        let steps = steps(&script, &StepRule::StepStart);
+        assert_eq!(bounds(&steps), [(1, 2, Some(3)), (2, 5, Some(6))]);
+        assert_eq!((steps.current(), steps.last_ended()), (StepId(2), StepId(2)));
+    }
+
+    #[test]
+    fn nothing_before_the_first_beginning_is_a_step() {
+        let mut script = Script::new();
+        script.push(MAIN, EventKind::RangeEnd { range: None }).range_end(MAIN, 77);
+        let before = steps(&script, &StepRule::StepStart);
+        assert_eq!((before.current(), before.last_ended()), (StepId(0), StepId(0)));
+        script.range(MAIN, "step start");
+        let open = steps(&script, &StepRule::StepStart);
+        assert_eq!((open.current(), open.last_ended()), (StepId(1), StepId(0)));
+    }
+
+    #[test]
+    fn only_its_own_range_ends_a_step() {
+        let mut script = Script::new();
+        let step = script.range(MAIN, "step start");
+        let inner = script.range(MAIN, "forward");
+        script.range_end(MAIN, inner).push(MAIN, EventKind::RangeEnd { range: None });
+        script.range_end(WORKER, step);
+        assert_eq!(
+            bounds(&steps(&script, &StepRule::StepStart)),
+            [(1, 0, Some(4))],
+            "by any thread, by id alone"
+        );
+    }
+
+    #[test]
+    fn a_lost_end_is_made_up_by_the_next_beginning() {
+        let mut script = Script::new();
+        script.range(MAIN, "step start");
+        script.step(|_| {});
+        assert_eq!(bounds(&steps(&script, &StepRule::StepStart)), [(1, 0, Some(1)), (2, 1, Some(2))]);
+    }
+
+    #[test]
+    fn of_nested_ranges_the_inner_are_the_steps() {
+        let mut script = Script::new();
+        let outer = script.range(MAIN, "step start");
+        script.step(|_| {}).step(|_| {}).range_end(MAIN, outer).step(|_| {});
+        assert_eq!(
+            bounds(&steps(&script, &StepRule::StepStart)),
+            [(1, 0, Some(1)), (2, 1, Some(2)), (3, 3, Some(4)), (4, 6, Some(7))]
+        );
+    }
+
+    #[test]
+    fn a_thread_beside_the_open_step_paces_nothing() {
+        let mut script = Script::new();
+        let main = script.range(MAIN, "step start");
+        let worker = script.range(WORKER, "step start");
+        script.range_end(WORKER, worker).range_end(MAIN, main);
+        let steps = steps(&script, &StepRule::StepStart);
+        assert_eq!(bounds(&steps), [(1, 0, Some(3))]);
+    }
+
+    #[test]
+    fn a_thread_whose_step_never_ends_is_replaced() {
+        let mut script = Script::new();
+        script.range(MAIN, "step start");
+        for _ in 0..TAKEOVER {
+            for worker in [WORKER, OTHER] {
+                let range = script.range(worker, "step start");
+                script.range_end(worker, range);
+            }
+        }
+        let steps = steps(&script, &StepRule::StepStart);
+        // The worker's third beginning is event 9; it goes on from there, beside the other one.
+        assert_eq!(bounds(&steps), [(1, 0, Some(9)), (2, 9, Some(10)), (3, 11, Some(12))]);
+    }
+
+    #[test]
+    fn marks_that_match_end_one_step_and_begin_the_next() {
+        let mut script = Script::new();
+        script
+            .mark("iteration 1")
+            .mark("loss 0.5")
+            .mark_of(WORKER, "iteration 1")
+            .mark("iteration 2")
+            .mark("done");
+        let steps = steps(&script, &matching("^iteration"));
+        assert_eq!(bounds(&steps), [(1, 0, Some(3)), (2, 3, None)]);
+        assert_eq!((steps.current(), steps.last_ended()), (StepId(2), StepId(1)));
+    }
+
+    #[test]
+    fn a_pattern_takes_the_place_of_the_default() {
+        let mut script = Script::new();
+        script.step(|_| {});
+        let range = script.range(MAIN, "train_step#7");
+        script.range_end(MAIN, range);
+        assert_eq!(bounds(&steps(&script, &matching("^train_step"))), [(1, 2, Some(3))]);
+    }
+}

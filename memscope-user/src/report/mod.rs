@@ -1,3 +1,7 @@
 //! What people read, and what their programs read.
 
 pub mod document;
+mod select;
+pub mod status;
+pub mod terminal;
+mod units;

@@ -1,0 +1,639 @@
+//! The report as people read it: what leaks first, then what is needed to judge it, then what to do next.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write;
+
+use crate::analysis::leaks::size_class;
+use crate::model::{DeviceId, Name, Pool, StepId, Tgid, Tid};
+
+use super::document::{BlockFacts, Device, Document, OomFacts, PoolFacts, ReconciliationFacts};
+use super::units;
+
+/// Lines of each list; the rest is counted.
+const GROUPS_SHOWN: usize = 20;
+const LATE_SHOWN: usize = 10;
+const NOT_JUDGED_SHOWN: usize = 5;
+const OOMS_SHOWN: usize = 5;
+const SITES_SHOWN: usize = 10;
+
+/// Renders the report. `colour`: with ANSI sequences, for a terminal.
+pub fn render(document: &Document, colour: bool) -> String {
+    let processes: BTreeSet<Tgid> = document.devices.iter().map(|device| device.pid).collect();
+    let report = Report { document, several: processes.len() > 1, paint: Paint { colour } };
+    let mut out = String::new();
+    report.headline(&mut out);
+    report.out_of_memory(&mut out);
+    report.leaks(&mut out);
+    report.late(&mut out);
+    report.not_judged(&mut out);
+    report.fluctuation(&mut out);
+    report.memory(&mut out);
+    report.trace(&mut out);
+    report.next(&mut out);
+    out
+}
+
+struct Report<'a> {
+    document: &'a Document,
+    /// More than one process: each is named.
+    several: bool,
+    paint: Paint,
+}
+
+struct Paint {
+    colour: bool,
+}
+
+impl Paint {
+    fn with(&self, code: &str, text: &str) -> String {
+        if self.colour { format!("\x1b[{code}m{text}\x1b[0m") } else { text.to_owned() }
+    }
+
+    fn alarm(&self, text: &str) -> String {
+        self.with("1;31", text)
+    }
+
+    fn heading(&self, text: &str) -> String {
+        self.with("1", text)
+    }
+}
+
+/// Leaked blocks that are alike.
+struct Group<'a> {
+    device: &'a Device,
+    pool: Pool,
+    /// In order of allocation.
+    blocks: Vec<&'a BlockFacts>,
+    bytes: u64,
+}
+
+impl Report<'_> {
+    fn headline(&self, out: &mut String) {
+        let document = self.document;
+        let leaking = self.groups("recurring");
+        let judged = document.devices.iter().map(|device| device.last_step_ended.0.saturating_sub(1)).max();
+        let lower_bound = if document.events.lost > 0 { "at least " } else { "" };
+        let text = if !document.leaks_analysed {
+            "Leaks were not looked for.".to_owned()
+        } else if !leaking.is_empty() {
+            let blocks: usize = leaking.iter().map(|group| group.blocks.len()).sum();
+            let bytes = units::sum(leaking.iter().map(|group| group.bytes));
+            let kinds = if leaking.len() == 1 { "1 leak" } else { &format!("{} leaks", leaking.len()) };
+            let text =
+                format!("{lower_bound}{kinds}: {} in {}", units::bytes(bytes), units::blocks(blocks as u64));
+            self.paint.alarm(&capitalised(&text))
+        } else {
+            match judged {
+                None => "Leaks not judged: no device memory was allocated or freed.".to_owned(),
+                Some(_) if document.steps.is_empty() => "Leaks not judged: no step was seen.".to_owned(),
+                Some(0 | 1) => {
+                    "Leaks not judged: too few steps. A block is judged from step 2 on, when a later step has ended."
+                        .to_owned()
+                }
+                Some(2) => "No recurring leak among what was allocated in step 2; others were not judged.".to_owned(),
+                Some(last) => format!("No recurring leak among what was allocated in steps 2-{last}."),
+            }
+        };
+        line(out, &text);
+        if document.events.lost > 0 {
+            let lost = units::count(document.events.lost);
+            let text = format!(
+                "{lost} events were lost: figures are a lower bound, and a block whose free was lost looks leaked."
+            );
+            line(out, &self.paint.alarm(&text));
+        }
+    }
+
+    fn leaks(&self, out: &mut String) {
+        let groups = self.groups("recurring");
+        for group in groups.iter().take(GROUPS_SHOWN) {
+            let judged = group.judged();
+            let steps: BTreeSet<StepId> = group.blocks.iter().map(|block| block.step).collect();
+            let mut text = format!(
+                "{} {} {}: +{}/step, {} of {}, {} in {}",
+                self.paint.alarm("LEAK"),
+                self.place(group.device),
+                group.pool,
+                units::bytes(group.bytes / u64::from(judged.max(1))),
+                units::blocks(group.blocks.len() as u64),
+                group.sizes(),
+                units::bytes(group.bytes),
+                step_list(&steps, judged + 1),
+            );
+            if let Some(first) = group.blocks.first() {
+                around(&mut text, first);
+                text.push_str(&threads(&group.blocks));
+                let _ = write!(text, ", first at {}", first.ptr);
+            }
+            line(out, &text);
+        }
+        if let Some(more) = groups.len().checked_sub(GROUPS_SHOWN).filter(|more| *more > 0) {
+            let bytes = units::sum(groups.iter().skip(GROUPS_SHOWN).map(|group| group.bytes));
+            line(
+                out,
+                &format!("  and {more} smaller ones of {} in all (--json lists them)", units::bytes(bytes)),
+            );
+        }
+
+        let once = self.groups("once");
+        let members =
+            || once.iter().flat_map(|group| group.blocks.iter().map(move |block| (group.device, block)));
+        if let Some((device, largest)) = members().max_by_key(|(_, block)| block.size) {
+            let bytes = units::sum(members().map(|(_, block)| block.size));
+            let mut text = format!(
+                "Built once and kept, no leak unless it comes again: {}, {}; largest {} {} {} in step {}",
+                units::blocks(members().count() as u64),
+                units::bytes(bytes),
+                self.place(device),
+                largest.pool,
+                units::bytes(largest.size),
+                largest.step,
+            );
+            around(&mut text, largest);
+            let _ = write!(text, ", at {}", largest.ptr);
+            line(out, &text);
+        }
+    }
+
+    fn late(&self, out: &mut String) {
+        let mut groups: Vec<_> = self
+            .document
+            .devices
+            .iter()
+            .flat_map(|device| device.late_groups.iter().map(move |group| (device, group)))
+            .collect();
+        groups.sort_by_key(|(_, group)| std::cmp::Reverse(group.bytes));
+        for (device, group) in groups.iter().take(LATE_SHOWN) {
+            let held = if group.held_min == group.held_max {
+                format!("{}", group.held_max)
+            } else {
+                format!("{} to {}", group.held_min, group.held_max)
+            };
+            let mut text = format!(
+                "Late: {} {}: {}, {} in all, freed {held} steps after allocation in {}",
+                self.place(device),
+                group.pool,
+                units::blocks(group.blocks),
+                units::bytes(group.bytes),
+                if group.first_step == group.last_step {
+                    format!("step {}", group.first_step)
+                } else {
+                    format!("steps {}-{}", group.first_step, group.last_step)
+                },
+            );
+            if let Some(op) = &group.op {
+                let _ = write!(text, ", around {op}");
+            }
+            line(out, &text);
+        }
+        if groups.len() > LATE_SHOWN {
+            line(out, &format!("  and {} smaller kinds of late blocks", groups.len() - LATE_SHOWN));
+        }
+    }
+
+    fn not_judged(&self, out: &mut String) {
+        let devices = &self.document.devices;
+        let blocks = units::sum(devices.iter().map(|device| device.not_judged_total.blocks));
+        if blocks == 0 {
+            return;
+        }
+        let bytes = units::sum(devices.iter().map(|device| device.not_judged_total.bytes));
+        let heading = format!("Not judged: {}, {}", units::blocks(blocks), units::bytes(bytes));
+        line(out, &self.paint.heading(&heading));
+        let mut largest: Vec<(&Device, &BlockFacts)> = devices
+            .iter()
+            .flat_map(|device| device.not_judged.iter().map(move |block| (device, block)))
+            .collect();
+        largest.sort_by_key(|(_, block)| std::cmp::Reverse(block.size));
+        for (device, block) in largest.into_iter().take(NOT_JUDGED_SHOWN) {
+            let mut text = format!(
+                "  {} {} {} at {}, step {}",
+                self.place(device),
+                block.pool,
+                units::bytes(block.size),
+                block.ptr,
+                block.step
+            );
+            around(&mut text, block);
+            text.push_str(&threads(&[block]));
+            if let Some(reason) = &block.reason {
+                let _ = write!(text, " ({reason})");
+            }
+            line(out, &text);
+        }
+        if let Some(more) = blocks.checked_sub(NOT_JUDGED_SHOWN as u64).filter(|more| *more > 0) {
+            line(out, &format!("  and {} smaller", units::count(more)));
+        }
+    }
+
+    fn fluctuation(&self, out: &mut String) {
+        let rows: Vec<[String; 4]> = self
+            .document
+            .devices
+            .iter()
+            .flat_map(|device| device.fluctuation.iter().map(move |facts| (device, facts)))
+            .filter(|(_, facts)| facts.min_ratio < 1.0)
+            .map(|(device, facts)| {
+                let cell = |ratio: f64, min: u64, step: StepId| {
+                    format!("{:.1} % ({}, step {step})", ratio * 100.0, units::bytes(min))
+                };
+                [
+                    self.place(device),
+                    facts.pool.to_string(),
+                    cell(facts.min_ratio, facts.min_bytes, facts.min_step),
+                    cell(facts.max_ratio, facts.max_min_bytes, facts.max_step),
+                ]
+            })
+            .collect();
+        if rows.is_empty() {
+            return;
+        }
+        line(out, &self.paint.heading("Fluctuation within a step: smallest use, in % of the largest"));
+        let head = ["", "", "widest swing", "narrowest swing"].map(str::to_owned);
+        table(out, std::iter::once(&head).chain(&rows));
+    }
+
+    fn memory(&self, out: &mut String) {
+        if self.document.devices.is_empty() {
+            return;
+        }
+        line(out, &self.paint.heading("Memory"));
+        for device in &self.document.devices {
+            let mut text = format!("  {}", self.place(device));
+            if let Some(reconciliation) = &device.reconciliation {
+                let _ = write!(text, ": {}", driver_line(reconciliation));
+            }
+            line(out, &text);
+            let rows: Vec<[String; 3]> = device
+                .pools
+                .iter()
+                .filter(|facts| facts.pool != Pool::Hal)
+                .map(|facts| {
+                    let seen = format!(
+                        "seen since attach: {} live in {}, peak {}",
+                        units::bytes(facts.live_bytes),
+                        units::blocks(facts.blocks),
+                        units::bytes(facts.peak_bytes)
+                    );
+                    [format!("  {}", facts.pool), totals(facts, device.reconciliation.as_ref()), seen]
+                })
+                .collect();
+            table(out, &rows);
+        }
+        for process in &self.document.processes {
+            for gaps in &process.pools {
+                if gaps.unknown_frees.blocks > 0 {
+                    let text = format!(
+                        "  {}{}: {} freed that came from before attach{}",
+                        self.process(process.pid),
+                        gaps.pool,
+                        units::blocks(gaps.unknown_frees.blocks),
+                        if self.document.events.lost > 0 { " or whose allocation was lost" } else { "" },
+                    );
+                    line(out, &text);
+                }
+                if gaps.lost_frees.blocks > 0 {
+                    let text = format!(
+                        "  {}{}: {} whose address was handed out again before a free was seen",
+                        self.process(process.pid),
+                        gaps.pool,
+                        units::blocks(gaps.lost_frees.blocks),
+                    );
+                    line(out, &text);
+                }
+            }
+        }
+    }
+
+    fn out_of_memory(&self, out: &mut String) {
+        let all = || {
+            self.document.devices.iter().flat_map(|device| device.oom.iter().map(move |oom| (device, oom)))
+        };
+        let fatal: Vec<_> = all().filter(|(_, oom)| !oom.recovered).collect();
+        for (device, oom) in fatal.iter().take(OOMS_SHOWN) {
+            self.one_oom(out, device, oom);
+        }
+        let not_listed = units::sum(self.document.processes.iter().map(|process| process.oom_not_listed));
+        let more = fatal.len().saturating_sub(OOMS_SHOWN) as u64 + not_listed;
+        if more > 0 {
+            line(out, &format!("  and {} more out-of-memories", units::count(more)));
+        }
+        let recovered = all().filter(|(_, oom)| oom.recovered).count();
+        if recovered > 0 {
+            let requests: BTreeSet<u64> =
+                all().filter(|(_, oom)| oom.recovered).map(|(_, oom)| oom.requested).collect();
+            let largest = requests.last().copied().unwrap_or(0);
+            let text = format!(
+                "{} of at most {} succeeded after the pool had given memory back or on another try",
+                if recovered == 1 {
+                    "1 refused request".to_owned()
+                } else {
+                    format!("{recovered} refused requests")
+                },
+                units::bytes(largest)
+            );
+            line(out, &text);
+        }
+    }
+
+    fn one_oom(&self, out: &mut String, device: &Device, oom: &OomFacts) {
+        let mut text = format!(
+            "{} {}: {} of {} refused",
+            self.paint.alarm("OUT OF MEMORY"),
+            self.place(device),
+            oom.api.unwrap_or(oom.function),
+            units::bytes(oom.requested),
+        );
+        let _ = write!(text, " ({} returned {})", oom.function, oom.code);
+        if oom.attempts > 1 {
+            let _ = write!(text, " {} times", oom.attempts);
+        }
+        let _ = write!(text, ", step {}", oom.step);
+        if let Some(op) = &oom.op {
+            let _ = write!(text, ", around {op}");
+        }
+        let _ = write!(text, ", thread {}", oom.tid);
+        line(out, &text);
+        let pools: Vec<String> = oom
+            .pools
+            .iter()
+            .map(|facts| match facts.pool {
+                Pool::Hal => format!("driver {} since attach", units::bytes(facts.live_bytes)),
+                pool => format!("{pool} {}", totals(facts, None)),
+            })
+            .collect();
+        if !pools.is_empty() {
+            line(out, &format!("  at that moment: {}", pools.join("; ")));
+        }
+        if !oom.largest.is_empty() {
+            line(out, "  largest live blocks:");
+        }
+        for block in &oom.largest {
+            let mut text = format!(
+                "    {:>9}  {} at {}, step {}",
+                units::bytes(block.size),
+                block.pool,
+                block.ptr,
+                block.step
+            );
+            around(&mut text, block);
+            text.push_str(&threads(&[block]));
+            line(out, &text);
+        }
+    }
+
+    fn trace(&self, out: &mut String) {
+        let document = self.document;
+        let events = document.events;
+        let lost = if events.lost == 0 { "none".to_owned() } else { units::count(events.lost) };
+        let mut text = format!("Events: {} received, {lost} lost", units::count(events.received));
+        let attached = document.sites.iter().filter(|site| site.attached).count();
+        if !document.sites.is_empty() {
+            let _ = write!(text, "; {attached} of {} sites attached", document.sites.len());
+        }
+        line(out, &text);
+        let failed: Vec<_> = document.sites.iter().filter(|site| site.reason.is_some()).collect();
+        for site in failed.iter().take(SITES_SHOWN) {
+            let mut text = format!("  {}", site.site);
+            if let Some(file) = &site.file {
+                let _ = write!(text, " in {file}");
+            }
+            if let Some(reason) = &site.reason {
+                let _ = write!(text, ": {reason}");
+            }
+            line(out, &text);
+        }
+        if failed.len() > SITES_SHOWN {
+            line(out, &format!("  and {} more (--json lists them)", failed.len() - SITES_SHOWN));
+        }
+        for note in &document.notes {
+            line(out, &format!("Note: {note}"));
+        }
+        if let Some(dump) = &document.dump {
+            let mut text = format!("Dump: {}", dump.path);
+            if !dump.complete {
+                text.push_str(" (incomplete");
+                if let Some(reason) = &dump.reason {
+                    let _ = write!(text, ": {reason}");
+                }
+                text.push(')');
+            }
+            line(out, &text);
+        }
+    }
+
+    fn next(&self, out: &mut String) {
+        let document = self.document;
+        let leaking = self.groups("recurring");
+        let text = if document.devices.iter().any(|device| device.oom.iter().any(|oom| !oom.recovered)) {
+            "free or shrink the largest blocks above, or what leaks; they name the operator and step that made them"
+                .to_owned()
+        } else if let Some(block) = leaking.first().and_then(|group| group.blocks.first()) {
+            let mut text = "see what your code keeps of each step's results".to_owned();
+            around(&mut text, block);
+            if let Some(dump) = &document.dump {
+                let _ = write!(
+                    text,
+                    "; the dump's rows before the block: grep -rn -B 20 {:x} {}",
+                    block.ptr.0, dump.path
+                );
+            }
+            text
+        } else if document.devices.is_empty() {
+            "see which probes the process can have at all: memscope-trace probes -p PID".to_owned()
+        } else if document.leaks_analysed && document.steps.is_empty() {
+            let marks: Vec<String> = document
+                .processes
+                .iter()
+                .flat_map(|process| &process.marks)
+                .take(3)
+                .map(|mark| format!("\"{}\" ({}x)", mark.text, units::count(mark.count)))
+                .collect();
+            if marks.is_empty() {
+                "mark each step of the loop, for instance with mstx.range_start(\"step start\", None) and mstx.range_end"
+                    .to_owned()
+            } else {
+                format!(
+                    "name the mark or range that comes once a step: --step-mark REGEX. Seen: {}",
+                    marks.join(", ")
+                )
+            }
+        } else if document.leaks_analysed
+            && document.devices.iter().all(|device| device.last_step_ended.0 < 3)
+        {
+            "trace longer: at least 3 steps".to_owned()
+        } else if document.leaks_analysed {
+            "a leak that does not show in this many steps needs a longer trace: -d SECONDS".to_owned()
+        } else {
+            return;
+        };
+        line(out, &format!("Next: {text}"));
+    }
+
+    /// Leaks of a pattern, alike ones together, most bytes first.
+    fn groups(&self, pattern: &str) -> Vec<Group<'_>> {
+        let mut groups = Vec::new();
+        for device in &self.document.devices {
+            let mut alike: BTreeMap<(Pool, u16, Option<&Name>), Vec<&BlockFacts>> = BTreeMap::new();
+            for block in device.leaks.iter().filter(|block| block.pattern == pattern) {
+                alike.entry((block.pool, size_class(block.size), block.op.as_ref())).or_default().push(block);
+            }
+            groups.extend(alike.into_iter().map(|((pool, ..), blocks)| {
+                let bytes = units::sum(blocks.iter().map(|block| block.size));
+                Group { device, pool, blocks, bytes }
+            }));
+        }
+        groups.sort_by_key(|group| std::cmp::Reverse(group.bytes));
+        groups
+    }
+
+    fn place(&self, device: &Device) -> String {
+        format!("{}{}", self.process(device.pid), device_name(device.device))
+    }
+
+    fn process(&self, pid: Tgid) -> String {
+        if self.several { format!("process {pid} ") } else { String::new() }
+    }
+}
+
+impl Group<'_> {
+    /// Bytes of one block.
+    fn sizes(&self) -> String {
+        let sizes = || self.blocks.iter().map(|block| block.size);
+        let largest = units::bytes(sizes().max().unwrap_or(0));
+        if sizes().all(|size| units::bytes(size) == largest) { largest } else { format!("up to {largest}") }
+    }
+
+    /// Steps that were judged.
+    fn judged(&self) -> u32 {
+        self.device.last_step_ended.0.saturating_sub(2)
+    }
+}
+
+fn line(out: &mut String, text: &str) {
+    out.push_str(text);
+    out.push('\n');
+}
+
+fn capitalised(text: &str) -> String {
+    let mut chars = text.chars();
+    chars.next().map(|first| first.to_uppercase().chain(chars).collect()).unwrap_or_default()
+}
+
+fn device_name(device: Option<DeviceId>) -> String {
+    match device {
+        Some(device) => format!("device {device}"),
+        None => "host".to_owned(),
+    }
+}
+
+/// Where in the program it was: the operator, else the runtime function.
+fn around(text: &mut String, block: &BlockFacts) {
+    if let Some(op) = &block.op {
+        let _ = write!(text, ", around {op}");
+    } else if let Some(api) = block.api {
+        let _ = write!(text, ", by {api}");
+    }
+}
+
+fn threads(blocks: &[&BlockFacts]) -> String {
+    let threads: BTreeSet<Tid> = blocks.iter().map(|block| block.tid).collect();
+    match (threads.len(), threads.first()) {
+        (1, Some(tid)) => format!(", thread {tid}"),
+        (several, _) => format!(", {several} threads"),
+    }
+}
+
+/// `step 5`, `steps 2-6`, `steps 2-5, 8`, `23 of steps 2-99`; and whether it has stopped.
+fn step_list(steps: &BTreeSet<StepId>, last_judged: u32) -> String {
+    let mut runs: Vec<(u32, u32)> = Vec::new();
+    for StepId(step) in steps.iter().copied() {
+        match runs.last_mut() {
+            Some((_, last)) if *last + 1 == step => *last = step,
+            _ => runs.push((step, step)),
+        }
+    }
+    let (Some((first, _)), Some((_, last))) = (runs.first().copied(), runs.last().copied()) else {
+        return "no step".to_owned();
+    };
+    let mut text = match &runs[..] {
+        [(first, last)] if first == last => format!("step {first}"),
+        few if few.len() <= 3 => {
+            let runs: Vec<String> = few
+                .iter()
+                .map(
+                    |(first, last)| if first == last { first.to_string() } else { format!("{first}-{last}") },
+                )
+                .collect();
+            format!("steps {}", runs.join(", "))
+        }
+        _ => format!("{} of steps {first}-{last}", steps.len()),
+    };
+    let widest_gap = runs.windows(2).map(|pair| pair[1].0 - pair[0].1).max().unwrap_or(1);
+    if last_judged > last + 2 * widest_gap {
+        let _ = write!(text, " (none in steps {}-{last_judged})", last + 1);
+    }
+    text
+}
+
+fn driver_line(facts: &ReconciliationFacts) -> String {
+    let mut text = format!("{} from the driver since attach", units::bytes(facts.driver_bytes));
+    let modules: Vec<String> = facts
+        .modules
+        .iter()
+        .map(|module| {
+            format!("{} {}", module.module.as_deref().unwrap_or("unknown module"), units::bytes(module.bytes))
+        })
+        .collect();
+    if modules.len() > 1 || facts.modules.iter().any(|module| module.module.is_some()) {
+        let _ = write!(text, " ({})", modules.join(", "));
+    }
+    let segments: Vec<String> = facts
+        .segments
+        .iter()
+        .filter(|segments| segments.driver_bytes > 0)
+        .map(|segments| format!("{} in segments of {}", units::bytes(segments.driver_bytes), segments.pool))
+        .collect();
+    if facts.driver_bytes > 0 {
+        let _ = write!(
+            text,
+            ": {}{} in no pool",
+            segments.iter().map(|text| format!("{text}, ")).collect::<String>(),
+            units::bytes(facts.unexplained_bytes)
+        );
+    }
+    text
+}
+
+/// The allocator's own figures.
+fn totals(facts: &PoolFacts, reconciliation: Option<&ReconciliationFacts>) -> String {
+    let (Some(allocated), Some(reserved)) = (facts.allocated, facts.reserved) else {
+        return format!("{} in blocks", units::bytes(facts.live_bytes));
+    };
+    let mut text = format!("{} allocated of {} reserved", units::bytes(allocated), units::bytes(reserved));
+    let before = reconciliation
+        .and_then(|facts_of| facts_of.segments.iter().find(|segments| segments.pool == facts.pool))
+        .and_then(|segments| segments.before_attach)
+        .filter(|before| *before > 0);
+    if let Some(before) = before {
+        let _ = write!(text, " ({} before attach)", units::bytes(before));
+    }
+    text
+}
+
+/// Left-aligned columns, indented.
+fn table<'a, const N: usize>(out: &mut String, rows: impl IntoIterator<Item = &'a [String; N]> + Clone) {
+    let mut widths = [0; N];
+    for row in rows.clone() {
+        for (width, cell) in widths.iter_mut().zip(row) {
+            *width = (*width).max(cell.chars().count());
+        }
+    }
+    for row in rows {
+        let mut text = String::new();
+        for (width, cell) in widths.iter().zip(row) {
+            let _ = write!(text, "  {cell:<width$}");
+        }
+        line(out, text.trim_end());
+    }
+}

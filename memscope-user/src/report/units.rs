@@ -1,0 +1,105 @@
+//! Numbers as people read them.
+
+/// Bytes with three significant digits: `18.1 MiB`.
+pub fn bytes(bytes: u64) -> String {
+    if bytes < 1024 {
+        return format!("{bytes} B");
+    }
+    let mut value = bytes as f64;
+    let mut unit = "B";
+    for larger in ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"] {
+        if value < 1023.5 {
+            break;
+        }
+        value /= 1024.0;
+        unit = larger;
+    }
+    format!("{} {unit}", three_digits(value))
+}
+
+/// Growth with its sign: `+3.00 MiB`, `-512 B`, `±0`.
+pub fn growth(change: i64) -> String {
+    match change {
+        0 => "±0".to_owned(),
+        1.. => format!("+{}", bytes(change.unsigned_abs())),
+        _ => format!("-{}", bytes(change.unsigned_abs())),
+    }
+}
+
+/// A rate: `850 /s`, `1.2 k/s`.
+pub fn rate(per_second: f64) -> String {
+    match per_second {
+        r if r >= 999_950.0 => format!("{:.1} M/s", r / 1e6),
+        r if r >= 999.5 => format!("{:.1} k/s", r / 1e3),
+        r => format!("{r:.0} /s"),
+    }
+}
+
+/// A number with its thousands apart: `40,120`.
+pub fn count(number: u64) -> String {
+    let digits = number.to_string();
+    let mut out = String::with_capacity(digits.len() + digits.len() / 3);
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+/// Sizes come from targets, so that their sum may be anything.
+pub fn sum(sizes: impl IntoIterator<Item = u64>) -> u64 {
+    sizes.into_iter().fold(0, u64::saturating_add)
+}
+
+/// `1 block`, `5 blocks`.
+pub fn blocks(number: u64) -> String {
+    if number == 1 { "1 block".to_owned() } else { format!("{} blocks", count(number)) }
+}
+
+fn three_digits(value: f64) -> String {
+    let decimals = match value {
+        v if v < 0.9995 => 3,
+        v if v < 9.995 => 2,
+        v if v < 99.95 => 1,
+        _ => 0,
+    };
+    format!("{value:.decimals$}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_have_three_digits() {
+        for (number, text) in [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (1024, "1.00 KiB"),
+            (3_146_240, "3.00 MiB"),
+            (18_980_000, "18.1 MiB"),
+            (10_481_000, "10.0 MiB"),
+            (1_048_575, "1.00 MiB"),
+            (1_048_000, "1023 KiB"),
+            (68_719_476_736, "64.0 GiB"),
+            (u64::MAX, "16.0 EiB"),
+        ] {
+            assert_eq!(bytes(number), text, "{number}");
+        }
+        assert_eq!(growth(-3 << 20), "-3.00 MiB");
+        assert_eq!(growth(i64::MIN), "-8.00 EiB");
+    }
+
+    #[test]
+    fn counts_and_rates() {
+        assert_eq!(count(0), "0");
+        assert_eq!(count(999), "999");
+        assert_eq!(count(40_120), "40,120");
+        assert_eq!(count(1_234_567), "1,234,567");
+        assert_eq!(rate(0.0), "0 /s");
+        assert_eq!(rate(1234.0), "1.2 k/s");
+        assert_eq!(rate(2_500_000.0), "2.5 M/s");
+    }
+}
