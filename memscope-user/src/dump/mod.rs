@@ -7,12 +7,15 @@
 
 pub mod csv;
 mod output;
+mod parse;
 mod pipeline;
+pub mod read;
 mod record;
 mod row;
 mod writer;
 
 pub use output::{Caller, OutputError};
+pub use parse::RowError;
 pub use pipeline::{Pipeline, Summary};
 pub use row::{AccessKind, Fact, Framework, Place, Row, live_rows, rows_of};
 pub use writer::{Config, FileReport, Format, WriteFailure, Writer};

@@ -171,9 +171,9 @@ fn block<'a>(row: &'a Row, event: &'static str, pool: Pool, ptr: DevicePtr, size
 fn owner<'a>(row: &'a Row, alloc: &Alloc) -> Option<Owner<'a>> {
     let labels = row.owner.as_deref();
     match alloc.pool {
-        // msMemScope has no owner for pinned host memory.
-        Pool::Host => None,
-        Pool::Hal => {
+        // msMemScope has none for pinned host memory.
+        Pool::Host if alloc.driver.is_none() => None,
+        Pool::Hal | Pool::Host => {
             let module = alloc.driver.as_ref().and_then(|driver| Module(driver.module).name());
             Some(Owner { framework: "CANN", module: Some(module.unwrap_or("UNKNOWN")), labels })
         }

@@ -1,5 +1,10 @@
 //! Dumps as CSV.
 
+mod read;
+mod scan;
+mod sort;
 mod write;
 
-pub(super) use write::{CsvFile, Stopped};
+pub(super) use read::CsvSource;
+pub(super) use scan::SplitError;
+pub(super) use write::{CsvFile, Stopped, decode_text};

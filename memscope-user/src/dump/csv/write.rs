@@ -186,7 +186,7 @@ fn looks_like_formula(text: &str) -> bool {
 }
 
 /// The text that [`cell_text`] made a cell of.
-pub(super) fn decode_text(cell: &str) -> Cow<'_, str> {
+pub(in crate::dump) fn decode_text(cell: &str) -> Cow<'_, str> {
     let text = match cell.strip_prefix('\'') {
         Some(rest) if looks_like_formula(cell) => rest,
         _ => cell,

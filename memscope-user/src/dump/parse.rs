@@ -1,0 +1,590 @@
+//! From the cells of the table to a [`Row`], whatever the file format: the inverse of `record`, for all the dialects
+//! that msMemScope has written.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
+
+use rustc_hash::{FxHashMap, FxHashSet};
+
+use crate::model::{
+    Alloc, AllocFailed, AllocationId, DeviceId, DevicePtr, DriverAlloc, EventKind, Free, Module, Name, Nanos,
+    PageType, Pool, Tgid, Tid, Totals,
+};
+use crate::text::sanitize;
+
+use super::csv::{SplitError, decode_text};
+use super::row::{AccessKind, Fact, Framework, Row};
+
+/// Distinct names kept to be shared. A dump can have as many as it has rows.
+const NAMES_KEPT: usize = 1 << 16;
+
+/// What is wrong with a row.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum RowError {
+    #[error("{0}")]
+    Split(String),
+    #[error("column {column}: `{text}` is not {expected}")]
+    Cell { column: &'static str, text: String, expected: &'static str },
+    #[error("a {event} row without {attr} in column Attr")]
+    Missing { event: &'static str, attr: &'static str },
+    #[error("column Attr is not a JSON object: {0}")]
+    Json(String),
+}
+
+impl From<SplitError> for RowError {
+    fn from(error: SplitError) -> Self {
+        RowError::Split(error.to_string())
+    }
+}
+
+/// How texts of the target were made cells.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Dialect {
+    Csv,
+    /// Values are as they are, but the texts of marks have quotation marks around them.
+    Db,
+}
+
+/// The cells of one row.
+pub(super) struct Fields<'a> {
+    pub id: &'a [u8],
+    pub event: &'a [u8],
+    pub event_type: &'a [u8],
+    pub name: &'a [u8],
+    pub time: &'a [u8],
+    pub pid: &'a [u8],
+    pub tid: &'a [u8],
+    pub device: &'a [u8],
+    pub ptr: &'a [u8],
+    pub attrs: Attrs<'a>,
+}
+
+/// What can be said of a row without those before it. [`Continuity`] adds the rest.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Parsed {
+    pub id: u64,
+    pub row: Row,
+    /// The row names the range that it begins or ends. Without it, a beginning has no number yet, and an end has the
+    /// one from its text.
+    pub range_named: bool,
+    /// The size is written with a minus sign, as the 2025 format does for frees.
+    pub negative_size: bool,
+    /// A driver row of the 2025 format, which does not tell where the memory is when it is freed.
+    pub old_driver: bool,
+}
+
+/// The values of column Attr that mean something to us.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Attrs<'a> {
+    allocation_id: Option<&'a [u8]>,
+    addr: Option<&'a [u8]>,
+    size: Option<&'a [u8]>,
+    total: Option<&'a [u8]>,
+    used: Option<&'a [u8]>,
+    owner: Option<&'a [u8]>,
+    module: Option<&'a [u8]>,
+    page_type: Option<&'a [u8]>,
+    alloc_type: Option<&'a [u8]>,
+    shadow: Option<&'a [u8]>,
+    pool: Option<&'a [u8]>,
+    stream: Option<&'a [u8]>,
+    func: Option<&'a [u8]>,
+    req_size: Option<&'a [u8]>,
+    ret: Option<&'a [u8]>,
+    api: Option<&'a [u8]>,
+    api_size: Option<&'a [u8]>,
+    range: Option<&'a [u8]>,
+    domain: Option<&'a [u8]>,
+}
+
+impl<'a> Attrs<'a> {
+    pub fn set(&mut self, key: &[u8], value: &'a [u8]) {
+        let slot = match key {
+            b"allocation_id" => &mut self.allocation_id,
+            b"addr" => &mut self.addr,
+            b"size" => &mut self.size,
+            b"total" => &mut self.total,
+            b"used" => &mut self.used,
+            b"owner" => &mut self.owner,
+            b"MID" => &mut self.module,
+            b"page_type" => &mut self.page_type,
+            b"alloc_type" => &mut self.alloc_type,
+            b"shadow" => &mut self.shadow,
+            b"type" | b"pool" => &mut self.pool,
+            b"streamId" => &mut self.stream,
+            b"func" => &mut self.func,
+            b"req_size" => &mut self.req_size,
+            b"ret" => &mut self.ret,
+            b"api" => &mut self.api,
+            b"api_size" => &mut self.api_size,
+            b"range" => &mut self.range,
+            b"domain" => &mut self.domain,
+            _ => return,
+        };
+        *slot = Some(value);
+    }
+
+    /// Takes `{key:value,key:value}`. A value may hold commas itself (`shape:[1,2,]`, several inefficiencies): what
+    /// does not begin with a key belongs to the value before.
+    pub fn from_csv(cell: &'a [u8]) -> Self {
+        let mut attrs = Attrs::default();
+        let inner = cell.strip_prefix(b"{").unwrap_or(cell);
+        let inner = inner.strip_suffix(b"}").unwrap_or(inner);
+        let mut key: &[u8] = b"";
+        let (mut value_start, mut at) = (0, 0);
+        for piece in inner.split(|byte| *byte == b',') {
+            let end = at + piece.len();
+            if let Some(colon) = memchr::memchr(b':', piece)
+                && let Some(found) = piece.get(..colon).map(<[u8]>::trim_ascii)
+                && is_key(found)
+            {
+                key = found;
+                value_start = at + colon + 1;
+            }
+            attrs.set(key, inner.get(value_start..end).unwrap_or_default());
+            at = end + 1;
+        }
+        attrs
+    }
+}
+
+fn is_key(text: &[u8]) -> bool {
+    !text.is_empty() && text.iter().all(|byte| byte.is_ascii_alphanumeric() || *byte == b'_')
+}
+
+/// Reads rows and shares the names in them.
+pub(super) struct Parser {
+    dialect: Dialect,
+    names: FxHashMap<Box<[u8]>, Name>,
+}
+
+impl Parser {
+    pub fn new(dialect: Dialect) -> Self {
+        Parser { dialect, names: FxHashMap::default() }
+    }
+
+    /// `None`: a row that says nothing an analysis knows.
+    pub fn parse(&mut self, fields: &Fields<'_>) -> Result<Option<Parsed>, RowError> {
+        let Some(mut fact) = self.fact(fields)? else { return Ok(None) };
+        let (id, time) = key(fields.id, fields.time)?;
+        let tgid = Tgid(cell("Process Id", fields.pid, u32_of, "a number")?);
+        let tid = Tid(cell("Thread Id", fields.tid, u32_of, "a number")?);
+        let place = cell("Device Id", fields.device, device_of, "a device")?;
+        let device = match place {
+            Device::Npu(device) => Some(device),
+            Device::Host | Device::None => None,
+        };
+        if place == Device::Host {
+            match &mut fact {
+                Fact::Event(EventKind::Alloc(Alloc { pool, .. }) | EventKind::Free(Free { pool, .. }))
+                | Fact::NeverFreed { pool, .. } => *pool = Pool::Host,
+                _ => {}
+            }
+        }
+
+        let attrs = &fields.attrs;
+        let mut row = Row::new(Nanos(time), tgid, tid, fact);
+        row.device = device;
+        row.allocation_id = attrs.allocation_id.and_then(u64_of).map(AllocationId);
+        let mut range_named = false;
+        match &mut row.fact {
+            Fact::Event(EventKind::Alloc(alloc)) => {
+                alloc.device = row.device.take();
+                row.owner = attrs.owner.and_then(|owner| self.labels(owner, alloc.pool));
+            }
+            Fact::Event(EventKind::Free(free)) => free.device = row.device.take(),
+            Fact::Event(EventKind::AllocFailed(failed)) => failed.device = row.device.take(),
+            Fact::Event(EventKind::DeviceReset { device }) => match row.device.take() {
+                Some(which) => *device = which,
+                None => return Err(wrong("Device Id", fields.device, "a device")),
+            },
+            Fact::Event(EventKind::RangeBegin { range, .. }) => {
+                if let Some(named) = attrs.range.and_then(u64_of) {
+                    *range = named;
+                    range_named = true;
+                }
+            }
+            Fact::Event(EventKind::RangeEnd { range }) => {
+                if let Some(named) = attrs.range.and_then(u64_of) {
+                    *range = Some(named);
+                    range_named = true;
+                }
+            }
+            Fact::NeverFreed { .. } => row.size = attrs.size.and_then(size_of).map(|(size, _)| size),
+            _ => {}
+        }
+        Ok(Some(Parsed {
+            id,
+            row,
+            range_named,
+            negative_size: attrs.size.and_then(size_of).is_some_and(|(_, negative)| negative),
+            old_driver: fields.event_type == b"HAL" && attrs.allocation_id.is_none(),
+        }))
+    }
+
+    fn fact(&mut self, fields: &Fields<'_>) -> Result<Option<Fact>, RowError> {
+        let attrs = &fields.attrs;
+        Ok(Some(match (fields.event, fields.event_type) {
+            (b"MALLOC", event_type) => {
+                let Some(pool) = pool_of(event_type) else { return Ok(None) };
+                let ptr = address("MALLOC", fields)?;
+                let Some((size, _)) = attrs.size.and_then(size_of) else {
+                    return Err(RowError::Missing { event: "MALLOC", attr: "size" });
+                };
+                let driver = matches!(pool, Pool::Hal | Pool::Host).then(|| driver_of(attrs)).flatten();
+                let totals = totals_of(attrs);
+                Fact::Event(EventKind::Alloc(Alloc { pool, device: None, ptr, size, totals, driver }))
+            }
+            (b"FREE", event_type) => {
+                let Some(pool) = pool_of(event_type) else { return Ok(None) };
+                let ptr = address("FREE", fields)?;
+                if attrs.shadow.is_some_and(|shadow| shadow == b"true") {
+                    return Ok(Some(Fact::NeverFreed { pool, ptr }));
+                }
+                // 0: the writer did not know the block.
+                let size = attrs.size.and_then(size_of).map(|(size, _)| size).filter(|size| *size > 0);
+                let totals = totals_of(attrs);
+                Fact::Event(EventKind::Free(Free { pool, device: None, ptr, size, totals }))
+            }
+            (b"ACCESS", event_type) => Fact::Access {
+                pool: attrs.pool.and_then(pool_of),
+                ptr: address("ACCESS", fields)?,
+                size: attrs.size.and_then(size_of).map_or(0, |(size, _)| size),
+                access: match event_type {
+                    b"READ" => AccessKind::Read,
+                    b"WRITE" => AccessKind::Write,
+                    _ => AccessKind::Unknown,
+                },
+                name: self.optional_name(fields.name),
+            },
+            (b"OP_LAUNCH", b"ATEN_START") => {
+                Fact::OpBegin { framework: Framework::Aten, name: self.name(fields.name) }
+            }
+            (b"OP_LAUNCH", b"ATEN_END") => {
+                Fact::OpEnd { framework: Framework::Aten, name: self.name(fields.name) }
+            }
+            (b"OP_LAUNCH", b"ATB_START") => {
+                Fact::OpBegin { framework: Framework::Atb, name: self.name(fields.name) }
+            }
+            (b"OP_LAUNCH", b"ATB_END") => {
+                Fact::OpEnd { framework: Framework::Atb, name: self.name(fields.name) }
+            }
+            (b"KERNEL_LAUNCH", b"KERNEL_LAUNCH") => Fact::Event(EventKind::Launch {
+                name: self.optional_name(fields.name),
+                stream: attrs.stream.and_then(u64_of).unwrap_or(0),
+            }),
+            (b"MSTX", b"Mark") => {
+                Fact::Event(EventKind::Mark { text: self.mark(fields.name), domain: self.domain(attrs) })
+            }
+            (b"MSTX", b"Range_start") => Fact::Event(EventKind::RangeBegin {
+                range: 0,
+                text: self.mark(fields.name),
+                domain: self.domain(attrs),
+            }),
+            (b"MSTX", b"Range_end") => {
+                let text = self.mark(fields.name);
+                let number = text.rsplit(' ').next().and_then(|number| number.parse().ok());
+                Fact::Event(EventKind::RangeEnd { range: number.filter(|number| *number > 0) })
+            }
+            (b"SYSTEM", b"ACL_INIT" | b"acl init") => Fact::Event(EventKind::AclInit),
+            (b"SYSTEM", b"ACL_FINI" | b"acl fini" | b"acl finalize") => Fact::Event(EventKind::AclFinalize),
+            (b"SYSTEM", b"EXEC") => Fact::Event(EventKind::Exec),
+            (b"SYSTEM", b"EXIT") => Fact::Event(EventKind::Exit),
+            (b"SYSTEM", b"DEVICE_RESET") => Fact::Event(EventKind::DeviceReset { device: DeviceId(0) }),
+            (b"SYSTEM", b"STEP") => {
+                Fact::StepEnd { number: cell("Name", fields.name, u64_of, "the number of a step")? }
+            }
+            (b"SYSTEM", b"LOST") => {
+                Fact::Lost { events: cell("Name", fields.name, u64_of, "a number of events")? }
+            }
+            (b"OOM_DETAIL", b"OOM_TRIGGER") => Fact::Event(EventKind::AllocFailed(AllocFailed {
+                pool: attrs.pool.and_then(pool_of).unwrap_or(Pool::Hal),
+                function: attrs.func.map_or("unknown", function_name),
+                device: None,
+                size: attrs.req_size.and_then(u64_of).unwrap_or(0),
+                // What msMemScope writes such a row for.
+                code: attrs.ret.and_then(i32_of).unwrap_or(6),
+                api: api_of(attrs),
+            })),
+            _ => return Ok(None),
+        }))
+    }
+
+    /// A name of the target.
+    fn name(&mut self, cell: &[u8]) -> Name {
+        if let Some(name) = self.names.get(cell) {
+            return name.clone();
+        }
+        let text = String::from_utf8_lossy(cell);
+        let name: Name = match self.dialect {
+            Dialect::Csv => sanitize(decode_text(&text.replace("\"\"", "\"")).as_bytes()).into(),
+            Dialect::Db => sanitize(text.as_bytes()).into(),
+        };
+        if self.names.len() >= NAMES_KEPT {
+            self.names.clear();
+        }
+        self.names.insert(cell.into(), name.clone());
+        name
+    }
+
+    fn optional_name(&mut self, cell: &[u8]) -> Option<Name> {
+        (!matches!(cell, b"N/A" | b"")).then(|| self.name(cell))
+    }
+
+    fn mark(&mut self, cell: &[u8]) -> Name {
+        let quoted = |cell| -> Option<&[u8]> { <[u8]>::strip_prefix(cell, b"\"")?.strip_suffix(b"\"") };
+        match self.dialect {
+            Dialect::Csv => self.name(cell),
+            Dialect::Db => self.name(quoted(cell).unwrap_or(cell)),
+        }
+    }
+
+    fn domain(&mut self, attrs: &Attrs<'_>) -> Option<Name> {
+        let text = attrs.domain?;
+        Some(match self.dialect {
+            Dialect::Csv => sanitize(&decode_attr(text)).into(),
+            Dialect::Db => sanitize(text).into(),
+        })
+    }
+
+    /// The labels of an owner behind those that the pool implies.
+    fn labels(&mut self, owner: &[u8], pool: Pool) -> Option<Name> {
+        let first = owner.split(|byte| *byte == b'@').next();
+        let implied = match first {
+            // The module follows.
+            Some(b"CANN") => 2,
+            Some(name) if name == pool.name().as_bytes() => 1,
+            _ => 0,
+        };
+        let labels = owner.splitn(implied + 1, |byte| *byte == b'@').nth(implied)?;
+        if labels.is_empty() {
+            return None;
+        }
+        Some(match self.dialect {
+            Dialect::Csv => sanitize(&decode_attr(labels)).into(),
+            Dialect::Db => sanitize(labels).into(),
+        })
+    }
+}
+
+/// The number of a row, and its time in ns: what rows are ordered by.
+pub(super) fn key(id: &[u8], time: &[u8]) -> Result<(u64, u64), RowError> {
+    let id = cell("ID", id, u64_of, "a number")?;
+    let time = cell("Timestamp(ns)", time, u64_of, "a number")?;
+    // The 2025 format counts µs. In ns, numbers of its size are days in 1970.
+    let micros = (1_000_000_000_000_000..100_000_000_000_000_000).contains(&time);
+    Ok((id, if micros { time.saturating_mul(1000) } else { time }))
+}
+
+fn cell<T>(
+    column: &'static str,
+    text: &[u8],
+    read: impl Fn(&[u8]) -> Option<T>,
+    expected: &'static str,
+) -> Result<T, RowError> {
+    read(text).ok_or_else(|| wrong(column, text, expected))
+}
+
+fn wrong(column: &'static str, text: &[u8], expected: &'static str) -> RowError {
+    let text = sanitize(text.get(..text.len().min(40)).unwrap_or_default()).into_owned();
+    RowError::Cell { column, text, expected }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Device {
+    Npu(DeviceId),
+    Host,
+    None,
+}
+
+fn device_of(cell: &[u8]) -> Option<Device> {
+    match cell {
+        b"N/A" | b"" | b"9999" => Some(Device::None),
+        b"host" | b"cpu" | b"10000" => Some(Device::Host),
+        number => {
+            u64_of(number).and_then(|number| u16::try_from(number).ok()).map(|n| Device::Npu(DeviceId(n)))
+        }
+    }
+}
+
+fn pool_of(event_type: &[u8]) -> Option<Pool> {
+    Some(match event_type {
+        b"HAL" => Pool::Hal,
+        b"PTA" => Pool::Pta,
+        b"PTA_WORKSPACE" => Pool::PtaWorkspace,
+        b"ATB" => Pool::Atb,
+        b"MINDSPORE" | b"MindSpore" => Pool::Mindspore,
+        b"HOST_PINNED" | b"HOST" => Pool::Host,
+        _ => return None,
+    })
+}
+
+fn address(event: &'static str, fields: &Fields<'_>) -> Result<DevicePtr, RowError> {
+    let address = match fields.ptr {
+        b"N/A" | b"" => fields.attrs.addr.ok_or(RowError::Missing { event, attr: "addr" })?,
+        ptr => ptr,
+    };
+    cell("Ptr", address, u64_of, "an address").map(DevicePtr)
+}
+
+fn totals_of(attrs: &Attrs<'_>) -> Option<Totals> {
+    Some(Totals { allocated: u64_of(attrs.used?)?, reserved: u64_of(attrs.total?)? })
+}
+
+/// What the driver was told, as far as it is in the row. Without the owner module there is nothing to say: that it
+/// is unknown is another thing than that it is none of the known ones.
+fn driver_of(attrs: &Attrs<'_>) -> Option<DriverAlloc> {
+    let of_owner = || {
+        let module = attrs.owner?.strip_prefix(b"CANN@")?.split(|byte| *byte == b'@').next()?;
+        if module == b"UNKNOWN" {
+            return None;
+        }
+        Module::named(std::str::from_utf8(module).ok()?).map(|module| module.0)
+    };
+    let of_number = || attrs.module.and_then(u64_of).and_then(|number| u8::try_from(number).ok());
+    Some(DriverAlloc {
+        module: of_owner().or_else(of_number)?,
+        page: match attrs.page_type {
+            Some(b"huge") => PageType::Huge,
+            Some(b"giant") => PageType::Giant,
+            _ => PageType::Normal,
+        },
+        create: attrs.alloc_type.is_some_and(|how| how == b"create"),
+        api: api_of(attrs),
+    })
+}
+
+fn api_of(attrs: &Attrs<'_>) -> Option<(&'static str, u64)> {
+    Some((function_name(attrs.api?), attrs.api_size.and_then(u64_of).unwrap_or(0)))
+}
+
+/// Names of C functions live as long as the program; there are few, and a dump that claims otherwise gets `unknown`.
+fn function_name(text: &[u8]) -> &'static str {
+    const KEPT: usize = 256;
+    static NAMES: Mutex<Option<FxHashSet<&'static str>>> = Mutex::new(None);
+    let Ok(text) = std::str::from_utf8(text) else { return "unknown" };
+    if !is_key(text.as_bytes()) || text.len() > 64 {
+        return "unknown";
+    }
+    let mut names = NAMES.lock().unwrap_or_else(PoisonError::into_inner);
+    let names = names.get_or_insert_default();
+    if let Some(known) = names.get(text) {
+        return known;
+    }
+    if names.len() >= KEPT {
+        return "unknown";
+    }
+    let name: &'static str = Box::leak(text.into());
+    names.insert(name);
+    name
+}
+
+/// A decimal number, or a hexadecimal one after `0x`.
+fn u64_of(text: &[u8]) -> Option<u64> {
+    let (digits, base) = match text.strip_prefix(b"0x") {
+        Some(digits) => (digits, 16),
+        None => (text, 10),
+    };
+    if digits.is_empty() {
+        return None;
+    }
+    digits.iter().try_fold(0u64, |number, byte| {
+        let digit = char::from(*byte).to_digit(base)?;
+        number.checked_mul(base.into())?.checked_add(digit.into())
+    })
+}
+
+fn u32_of(text: &[u8]) -> Option<u32> {
+    u64_of(text).and_then(|number| number.try_into().ok())
+}
+
+fn i32_of(text: &[u8]) -> Option<i32> {
+    std::str::from_utf8(text).ok()?.parse().ok()
+}
+
+/// A size, and whether it has a minus sign.
+fn size_of(text: &[u8]) -> Option<(u64, bool)> {
+    match text.strip_prefix(b"-") {
+        Some(size) => Some((u64_of(size)?, true)),
+        None => Some((u64_of(text)?, false)),
+    }
+}
+
+/// Undoes the percent-encoding of a value.
+fn decode_attr(text: &[u8]) -> Vec<u8> {
+    let mut out = Vec::with_capacity(text.len());
+    let mut rest = text;
+    while let Some((first, tail)) = rest.split_first() {
+        let decoded = match rest.get(..3) {
+            Some(b"%25") => Some(b'%'),
+            Some(b"%2C") => Some(b','),
+            Some(b"%7B") => Some(b'{'),
+            Some(b"%7D") => Some(b'}'),
+            Some(b"%22") => Some(b'"'),
+            _ => None,
+        };
+        out.push(decoded.unwrap_or(*first));
+        rest = if decoded.is_some() { rest.get(3..).unwrap_or_default() } else { tail };
+    }
+    out
+}
+
+/// What a row means in view of those before it, in order.
+#[derive(Default)]
+pub(super) struct Continuity {
+    processes: FxHashMap<Tgid, ProcessState>,
+}
+
+#[derive(Default)]
+struct ProcessState {
+    /// Ranges begun so far: msMemScope numbers them from 1 in a process, and says the number at the end only.
+    ranges: u64,
+    open: BTreeMap<u64, Tid>,
+    /// Host memory from the driver, in the 2025 format.
+    host: FxHashSet<DevicePtr>,
+}
+
+/// Ranges of a process that can be open at one time. In a dump of selected steps no range ever ends.
+const OPEN_RANGES: usize = 1 << 12;
+
+impl Continuity {
+    pub fn apply(&mut self, parsed: &mut Parsed) {
+        let Parsed { row, range_named, old_driver, .. } = parsed;
+        match &mut row.fact {
+            Fact::Event(EventKind::RangeBegin { range, .. }) if !*range_named => {
+                let process = self.processes.entry(row.tgid).or_default();
+                process.ranges += 1;
+                *range = process.ranges;
+                process.open.insert(*range, row.tid);
+                if process.open.len() > OPEN_RANGES {
+                    process.open.pop_first();
+                }
+            }
+            Fact::Event(EventKind::RangeEnd { range }) if !*range_named => {
+                let process = self.processes.entry(row.tgid).or_default();
+                // The numbers differ when ranges began before the dump did: then it is the innermost of the thread.
+                let known = range.filter(|range| process.open.contains_key(range));
+                let innermost =
+                    || process.open.iter().rev().find(|(_, tid)| **tid == row.tid).map(|(range, _)| *range);
+                *range = known.or_else(innermost);
+                if let Some(range) = range {
+                    process.open.remove(range);
+                }
+            }
+            Fact::Event(EventKind::Alloc(alloc)) if *old_driver && alloc.pool == Pool::Host => {
+                self.processes.entry(row.tgid).or_default().host.insert(alloc.ptr);
+            }
+            Fact::Event(EventKind::Free(free))
+                if *old_driver
+                    && free.device.is_none()
+                    && self
+                        .processes
+                        .get_mut(&row.tgid)
+                        .is_some_and(|process| process.host.remove(&free.ptr)) =>
+            {
+                free.pool = Pool::Host;
+            }
+            _ => {}
+        }
+    }
+}

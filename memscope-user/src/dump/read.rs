@@ -1,0 +1,317 @@
+//! Reading dumps: any number of files of any format, as one stream of rows in order of time.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+
+use crate::model::Tgid;
+use crate::text::sanitize;
+
+use super::csv::CsvSource;
+use super::parse::{Continuity, Parsed, RowError};
+use super::row::Row;
+
+/// Rows handed over at a time.
+const BATCH: usize = 1024;
+
+/// Batches that reading may be ahead.
+const AHEAD: usize = 8;
+
+/// Problems of a dump that are kept to be shown; all are counted.
+const PROBLEMS_KEPT: usize = 100;
+
+/// Why a dump can not be read at all.
+#[derive(Debug, thiserror::Error)]
+pub enum ReadError {
+    #[error("cannot read {}: {source}", .path.display())]
+    Read { path: PathBuf, source: io::Error },
+    #[error("{} is empty: msMemScope leaves a dump so when its target is killed", .path.display())]
+    Empty { path: PathBuf },
+    #[error(
+        "{} is not a dump: it begins with `{begin}` and not with the columns {}",
+        .path.display(), super::COLUMNS.join(",")
+    )]
+    NotADump { path: PathBuf, begin: String },
+    #[error("no dump (memscope_dump_*.csv) in {}", .path.display())]
+    NothingFound { path: PathBuf },
+    #[error(
+        "cannot sort {}: {source}; {} needs room for the file once more, or set TMPDIR to another directory",
+        .path.display(), std::env::temp_dir().display()
+    )]
+    Sort { path: PathBuf, source: io::Error },
+    #[error("cannot start a thread to read with: {0}")]
+    Thread(io::Error),
+}
+
+impl ReadError {
+    pub(super) fn read(path: &Path, source: io::Error) -> Self {
+        ReadError::Read { path: path.to_owned(), source }
+    }
+
+    pub(super) fn not_a_dump(path: &Path, begin: &[u8]) -> Self {
+        let begin = sanitize(begin.get(..begin.len().min(60)).unwrap_or_default()).into_owned();
+        ReadError::NotADump { path: path.to_owned(), begin }
+    }
+}
+
+/// A part of a dump that can not be read. The rest is.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{}:{line}: {kind}", .path.display())]
+pub struct Problem {
+    pub path: Arc<Path>,
+    /// Line of a CSV file, row of a database.
+    pub line: u64,
+    pub kind: ProblemKind,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ProblemKind {
+    #[error(transparent)]
+    Row(#[from] RowError),
+    /// What follows in this file is missing.
+    #[error("reading ends here: {0}")]
+    Io(String),
+}
+
+impl Problem {
+    pub(super) fn row(path: &Arc<Path>, line: u64, error: RowError) -> Self {
+        Problem { path: path.clone(), line, kind: error.into() }
+    }
+
+    pub(super) fn io(path: &Arc<Path>, line: u64, error: &io::Error) -> Self {
+        Problem { path: path.clone(), line, kind: ProblemKind::Io(error.to_string()) }
+    }
+}
+
+/// What could not be read.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Problems {
+    pub total: u64,
+    /// The first of them.
+    pub first: Vec<Problem>,
+}
+
+impl Problems {
+    fn add(&mut self, problem: Problem) {
+        self.total += 1;
+        if self.first.len() < PROBLEMS_KEPT {
+            self.first.push(problem);
+        }
+    }
+}
+
+/// A row, and where it is from.
+#[derive(Debug, Clone, PartialEq)]
+pub struct NumberedRow {
+    /// Column ID: counts the rows of a process.
+    pub id: u64,
+    /// Index into [`Rows::files`].
+    pub file: usize,
+    /// Line of a CSV file, row of a database.
+    pub line: u64,
+    /// The size is written with a minus sign, as the 2025 format does for frees.
+    pub negative_size: bool,
+    pub row: Row,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub struct Options {
+    /// Bytes that sorting may use before it goes to disk.
+    pub memory: usize,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options { memory: 512 << 20 }
+    }
+}
+
+/// What rows are ordered by: time in ns, number, and line where both are the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Key {
+    pub time: u64,
+    pub id: u64,
+    pub line: u64,
+}
+
+/// A row with its place in the order.
+pub(super) struct Keyed {
+    pub key: Key,
+    pub parsed: Parsed,
+}
+
+impl PartialEq for Keyed {
+    fn eq(&self, other: &Self) -> bool {
+        self.key == other.key
+    }
+}
+
+impl Eq for Keyed {}
+
+impl PartialOrd for Keyed {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Keyed {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.key.cmp(&other.key)
+    }
+}
+
+/// One file, in order of time.
+pub(super) trait Source: Send {
+    fn next(&mut self) -> Option<Result<Keyed, Problem>>;
+}
+
+/// The rows of one or more dumps, in order of time, and of their numbers where that is the same. They are read on a
+/// thread of their own.
+pub struct Rows {
+    files: Vec<PathBuf>,
+    problems: Problems,
+    batch: std::vec::IntoIter<NumberedRow>,
+    batches: Receiver<Batch>,
+}
+
+#[derive(Default)]
+struct Batch {
+    rows: Vec<NumberedRow>,
+    problems: Vec<Problem>,
+}
+
+/// Opens dumps to be read as one. A directory stands for all dumps in it.
+pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>, options: Options) -> Result<Rows, ReadError> {
+    let mut files = Vec::new();
+    for path in paths {
+        let path = path.as_ref();
+        if path.is_dir() {
+            let before = files.len();
+            find(path, &mut files).map_err(|source| ReadError::read(path, source))?;
+            if files.len() == before {
+                return Err(ReadError::NothingFound { path: path.to_owned() });
+            }
+        } else {
+            files.push(path.to_owned());
+        }
+    }
+    let memory = options.memory / files.len().max(1);
+    let sources = files.iter().map(|path| open_file(path, memory)).collect::<Result<Vec<_>, _>>()?;
+    let (sender, batches) = sync_channel(AHEAD);
+    std::thread::Builder::new()
+        .name("read".into())
+        .spawn(move || merge(sources, &sender))
+        .map_err(ReadError::Thread)?;
+    Ok(Rows { files, problems: Problems::default(), batch: Vec::new().into_iter(), batches })
+}
+
+impl Rows {
+    pub fn files(&self) -> &[PathBuf] {
+        &self.files
+    }
+
+    /// What could not be read so far: all of it, once there are no more rows. With any, the rows are not all there
+    /// were.
+    pub fn problems(&self) -> &Problems {
+        &self.problems
+    }
+}
+
+impl Iterator for Rows {
+    type Item = NumberedRow;
+
+    fn next(&mut self) -> Option<NumberedRow> {
+        loop {
+            if let Some(row) = self.batch.next() {
+                return Some(row);
+            }
+            let batch = self.batches.recv().ok()?;
+            batch.problems.into_iter().for_each(|problem| self.problems.add(problem));
+            self.batch = batch.rows.into_iter();
+        }
+    }
+}
+
+/// Collects the dumps in a directory, at any depth, sorted by path.
+fn find(dir: &Path, files: &mut Vec<PathBuf>) -> io::Result<()> {
+    let mut entries = std::fs::read_dir(dir)?.collect::<io::Result<Vec<_>>>()?;
+    entries.sort_by_key(std::fs::DirEntry::file_name);
+    for entry in entries {
+        let kind = entry.file_type()?;
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        if kind.is_dir() {
+            find(&entry.path(), files)?;
+        } else if kind.is_file() && name.starts_with("memscope_dump_") && name.ends_with(".csv") {
+            files.push(entry.path());
+        }
+    }
+    Ok(())
+}
+
+fn open_file(path: &Path, memory: usize) -> Result<Box<dyn Source>, ReadError> {
+    let file = File::open(path).map_err(|source| ReadError::read(path, source))?;
+    Ok(Box::new(CsvSource::open(path.into(), file, memory)?))
+}
+
+/// Merges the files and sends what comes of it, until nobody takes it any more.
+fn merge(mut sources: Vec<Box<dyn Source>>, sender: &SyncSender<Batch>) {
+    let mut batch = Batch::default();
+    let mut next: BinaryHeap<Reverse<(Keyed, usize)>> = BinaryHeap::new();
+    let mut pending: Vec<usize> = (0..sources.len()).collect();
+    let mut continuity = Continuity::default();
+    let mut shared = SharedRows::default();
+    let mut pull = |index: usize, batch: &mut Batch| -> Option<Keyed> {
+        let source = sources.get_mut(index)?;
+        loop {
+            match source.next()? {
+                Ok(row) => return Some(row),
+                Err(problem) => batch.problems.push(problem),
+            }
+        }
+    };
+    loop {
+        for index in pending.drain(..) {
+            next.extend(pull(index, &mut batch).map(|row| Reverse((row, index))));
+        }
+        let Some(Reverse((Keyed { key, mut parsed }, file))) = next.pop() else { break };
+        pending.push(file);
+        if shared.is_repeated(&key, file, &parsed.row) {
+            continue;
+        }
+        continuity.apply(&mut parsed);
+        let Parsed { id, row, negative_size, .. } = parsed;
+        batch.rows.push(NumberedRow { id, file, line: key.line, negative_size, row });
+        if batch.rows.len() >= BATCH && sender.send(std::mem::take(&mut batch)).is_err() {
+            return;
+        }
+    }
+    // Nobody listens: nobody misses it.
+    let _ = sender.send(batch);
+}
+
+/// Rows without a device are in every file of their process; one of them is enough.
+#[derive(Default)]
+struct SharedRows {
+    at: (u64, u64),
+    seen: Vec<(Tgid, usize)>,
+}
+
+impl SharedRows {
+    fn is_repeated(&mut self, key: &Key, file: usize, row: &Row) -> bool {
+        if row.place().is_some() {
+            return false;
+        }
+        if self.at != (key.time, key.id) {
+            self.at = (key.time, key.id);
+            self.seen.clear();
+        }
+        let repeated = self.seen.iter().any(|(tgid, from)| *tgid == row.tgid && *from != file);
+        self.seen.push((row.tgid, file));
+        repeated
+    }
+}
