@@ -1,0 +1,366 @@
+//! `cargo xtask sim`: builds the simulated CANN (tests/sim-cann) and the native workload linked to it.
+
+pub mod elf;
+pub mod stub;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use stub::{Body, Stub};
+
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Which CANN's library names to take
+    #[arg(long, value_enum, default_value_t = Layout::V8)]
+    pub layout: Layout,
+    /// Where to build (default: target/sim/LAYOUT)
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+    /// Build for another machine: a Rust target triple (its linker, RUSTC and RUSTFLAGS from the environment)
+    #[arg(long, value_name = "TRIPLE")]
+    pub target: Option<String>,
+    /// Print the paths of what was built as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// How CANN's libraries are cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Layout {
+    /// CANN 8: libascendcl.so holds aclrt*
+    V8,
+    /// CANN 9: libacl_rt.so holds aclrt*, libascendcl.so only needs it
+    V9,
+}
+
+impl Layout {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::V8 => "v8",
+            Self::V9 => "v9",
+        }
+    }
+
+    /// The library that exports `aclrtMalloc`.
+    pub fn acl(self) -> &'static str {
+        match self {
+            Self::V8 => "libascendcl.so",
+            Self::V9 => "libacl_rt.so",
+        }
+    }
+
+    fn acl_impl(self) -> &'static str {
+        match self {
+            Self::V8 => "libascendcl_impl.so",
+            Self::V9 => "libacl_rt_impl.so",
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Arch {
+    X86_64,
+    Aarch64,
+}
+
+impl Arch {
+    /// By the name that begins a target triple.
+    pub fn of(name: &str) -> Result<Self, Error> {
+        match name {
+            "x86_64" => Ok(Self::X86_64),
+            "aarch64" => Ok(Self::Aarch64),
+            other => Err(Error::Architecture(other.to_owned())),
+        }
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("cannot run {program}: {why}; is it installed?")]
+    Start { program: String, why: io::Error },
+    #[error("{command} failed:\n{output}")]
+    Failed { command: String, output: String },
+    #[error("cannot use {path}: {why}")]
+    File { path: PathBuf, why: io::Error },
+    #[error("cannot read the library {path}: {why}")]
+    Library { path: PathBuf, why: String },
+    #[error("no simulated CANN for {0}: only x86_64 and aarch64 have one")]
+    Architecture(String),
+    #[error(
+        "{library}: {symbol} begins with {code:02x?}, which a uprobe must single-step; it should begin with \
+         push %rbp or a jump (frame pointers lost in the build?)"
+    )]
+    Entry { library: PathBuf, symbol: String, code: [u8; 8] },
+}
+
+impl Error {
+    pub fn file(path: &Path, why: io::Error) -> Self {
+        Self::File { path: path.to_owned(), why }
+    }
+}
+
+/// The native workload and the libraries it runs on.
+#[derive(Debug, serde::Serialize)]
+pub struct Sim {
+    /// Holds the libraries.
+    pub lib64: PathBuf,
+    /// Runs with nothing set in the environment.
+    pub workload: PathBuf,
+}
+
+pub fn run(args: &Args) -> anyhow::Result<()> {
+    let sim = ensure(args.layout, args.target.as_deref(), args.out.as_deref())?;
+    if args.json {
+        println!("{}", serde_json::to_string(&sim)?);
+    } else {
+        println!("libraries: {}\nworkload:  {}", sim.lib64.display(), sim.workload.display());
+    }
+    Ok(())
+}
+
+/// Names that a generated library must export beside what the simulation has, by library.
+pub type Names = BTreeMap<String, BTreeSet<String>>;
+
+/// Builds the libraries and the native workload, or finds them built.
+pub fn ensure(layout: Layout, target: Option<&str>, out: Option<&Path>) -> Result<Sim, Error> {
+    let directory = match out {
+        Some(out) => out.to_owned(),
+        None => workspace().join("target/sim").join(layout.name()).join(target.unwrap_or("")),
+    };
+    let lib64 = directory.join("lib64");
+    let build = Build { layout, target, lib64: &lib64, names: &Names::new() };
+    build.ensure()?;
+    Ok(Sim { workload: build.workload(&directory)?, lib64 })
+}
+
+/// The root of the source tree.
+pub fn workspace() -> &'static Path {
+    let xtask = Path::new(env!("CARGO_MANIFEST_DIR"));
+    xtask.parent().unwrap_or(xtask)
+}
+
+/// Runs a command to its end; its output is shown only when it fails.
+pub fn execute(command: &mut Command) -> Result<Vec<u8>, Error> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    let output = command.output().map_err(|why| Error::Start { program, why })?;
+    if output.status.success() {
+        return Ok(output.stdout);
+    }
+    let command = format!("{command:?}");
+    let output = [output.stderr, output.stdout].concat();
+    Err(Error::Failed { command, output: String::from_utf8_lossy(&output).into_owned() })
+}
+
+/// Makes every function begin with `push %rbp`, like most of a C library's, which is cheap to probe: frame
+/// pointers, and no path through a function that goes without them.
+const FRAMES: [&str; 2] = ["-Cforce-frame-pointers=yes", "-Cllvm-args=-enable-shrink-wrap=false"];
+
+/// One library of tests/sim-cann.
+struct Library {
+    /// The example that it is.
+    example: &'static str,
+    file: &'static str,
+    needed: Vec<&'static str>,
+    /// The generated library beside it with the names that the simulation does not have, needed by it.
+    rest: Option<&'static str>,
+}
+
+fn libraries(layout: Layout) -> Vec<Library> {
+    let library = |example, file, needed: &[&'static str], rest| Library {
+        example,
+        file,
+        needed: needed.to_vec(),
+        rest,
+    };
+    let acl = layout.acl();
+    vec![
+        library("ascend_hal", "libascend_hal.so", &[], None),
+        library("runtime", "libruntime.so", &["libascend_hal.so"], Some("libruntime_common.so")),
+        library("acl_impl", layout.acl_impl(), &["libruntime.so"], None),
+        library("ms_tools_ext", "libms_tools_ext.so", &[], None),
+        library("nnopbase", "libnnopbase.so", &[acl, "libruntime.so"], None),
+        library("opapi", "libopapi.so", &["libnnopbase.so"], Some("libopapi_nn.so")),
+        library("hccl", "libhccl.so", &["libruntime.so"], Some("libhcomm.so")),
+        library("acl_op_compiler", "libacl_op_compiler.so", &[acl], Some("libacl_op_executor.so")),
+        library("mindspore_memory_pool", "libmindspore_memory_pool.so", &[acl], None),
+    ]
+}
+
+/// A directory of simulated libraries to build.
+#[derive(Debug)]
+pub struct Build<'a> {
+    pub layout: Layout,
+    /// Target triple; None: this machine.
+    pub target: Option<&'a str>,
+    pub lib64: &'a Path,
+    /// What must be there beside the simulation, answering 0. ACL's names go by libascendcl.so.
+    pub names: &'a Names,
+}
+
+impl Build<'_> {
+    /// Builds the libraries unless they are there, made from the same sources and names.
+    pub fn ensure(&self) -> Result<(), Error> {
+        fs::create_dir_all(self.lib64).map_err(|why| Error::file(self.lib64, why))?;
+        let lock = File::create(self.lib64.join(".lock")).map_err(|why| Error::file(self.lib64, why))?;
+        lock.lock().map_err(|why| Error::file(self.lib64, why))?;
+        let stamp = self.lib64.join(".stamp");
+        let wanted = self.fingerprint()?;
+        if fs::read_to_string(&stamp).is_ok_and(|found| found == wanted) {
+            return Ok(());
+        }
+        self.make()?;
+        fs::write(&stamp, wanted).map_err(|why| Error::file(&stamp, why))
+    }
+
+    /// Everything that the result depends on, as text.
+    fn fingerprint(&self) -> Result<String, Error> {
+        let mut text = format!("{:?} {:?} {:?}\n", self.layout, self.target, self.names);
+        let mut folders: Vec<PathBuf> =
+            ["tests/sim-cann", "xtask/src/sim"].iter().map(|folder| workspace().join(folder)).collect();
+        let mut files = vec![workspace().join("xtask/src/sim.rs"), workspace().join("Cargo.lock")];
+        while let Some(folder) = folders.pop() {
+            for entry in fs::read_dir(&folder).map_err(|why| Error::file(&folder, why))? {
+                let path = entry.map_err(|why| Error::file(&folder, why))?.path();
+                if path.is_dir() { folders.push(path) } else { files.push(path) }
+            }
+        }
+        files.sort();
+        for file in files {
+            let meta = fs::metadata(&file).map_err(|why| Error::file(&file, why))?;
+            text.push_str(&format!("{} {} {:?}\n", file.display(), meta.len(), meta.modified().ok()));
+        }
+        Ok(text)
+    }
+
+    fn arch(&self) -> Result<Arch, Error> {
+        let name = self.target.and_then(|triple| triple.split('-').next()).unwrap_or(std::env::consts::ARCH);
+        Arch::of(name)
+    }
+
+    /// The C compiler that links for the target.
+    fn compiler(&self) -> String {
+        let native = || std::env::var("CC").unwrap_or_else(|_| String::from("cc"));
+        let cross = |triple: &str| format!("{}-gcc", triple.replace("-unknown", ""));
+        self.target.filter(|triple| !triple.starts_with(std::env::consts::ARCH)).map_or_else(native, cross)
+    }
+
+    fn make(&self) -> Result<(), Error> {
+        let (arch, compiler) = (self.arch()?, self.compiler());
+        let libraries = libraries(self.layout);
+        // A library links to the ones it needs by their names alone, so those that can only be generated once
+        // all exports are known stand there empty at first.
+        let generated = libraries.iter().filter_map(|library| library.rest);
+        for file in generated.chain([self.layout.acl()]) {
+            if !self.lib64.join(file).exists() {
+                Stub::default().link(&compiler, arch, self.lib64, file)?;
+            }
+        }
+        let mut exports = BTreeSet::new();
+        for library in &libraries {
+            let file = self.compile(library)?;
+            if arch == Arch::X86_64 {
+                check_entries(&file)?;
+            }
+            exports.extend(elf::read(&file)?.exports.into_iter().map(|export| export.name));
+        }
+
+        let mut names = self.names.clone();
+        let mut rest_of = |library: &str| {
+            let names = names.remove(library).unwrap_or_default();
+            Stub::returning(names.into_iter().filter(|name| !exports.contains(name)), 0)
+        };
+        for library in &libraries {
+            if let Some(file) = library.rest {
+                rest_of(library.file).link(&compiler, arch, self.lib64, file)?;
+            }
+        }
+        let mut acl = rest_of("libascendcl.so");
+        for target in exports.iter().filter(|name| name.starts_with("acl")) {
+            if let Some(name) = target.strip_suffix("Impl") {
+                acl.functions.insert(name.to_owned(), Body::Jump(target.clone()));
+            }
+        }
+        acl.needed = vec![self.lib64.join(self.layout.acl_impl())];
+        let acl = acl.link(&compiler, arch, self.lib64, self.layout.acl())?;
+        if self.layout == Layout::V9 {
+            let shell = Stub { needed: vec![acl], ..Stub::default() };
+            shell.link(&compiler, arch, self.lib64, "libascendcl.so")?;
+        }
+        for (file, names) in names {
+            Stub::returning(names, 0).link(&compiler, arch, self.lib64, &file)?;
+        }
+        Ok(())
+    }
+
+    /// Compiles one library into its place.
+    fn compile(&self, library: &Library) -> Result<PathBuf, Error> {
+        let mut arguments = vec![format!("-Clink-arg=-Wl,-soname,{}", library.file)];
+        arguments.push(String::from("-Clink-arg=-Wl,--no-as-needed,-rpath,$ORIGIN"));
+        for needed in library.needed.iter().chain(&library.rest) {
+            arguments.push(format!("-Clink-arg={}", self.lib64.join(needed).display()));
+        }
+        arguments.extend(FRAMES.map(String::from));
+        let built = self.cargo("sim-cann", &["--example", library.example], &arguments)?;
+        replace(&built, &self.lib64.join(library.file))
+    }
+
+    /// Compiles the native workload into `directory`, to run on the libraries in its lib64.
+    fn workload(&self, directory: &Path) -> Result<PathBuf, Error> {
+        let mut arguments = vec![String::from("-Clink-arg=-Wl,-rpath,$ORIGIN/lib64")];
+        arguments.push(format!("-Clink-arg=-Wl,-rpath-link,{}", self.lib64.display()));
+        for needed in [self.layout.acl(), "libruntime.so", "libms_tools_ext.so"] {
+            arguments.push(format!("-Clink-arg={}", self.lib64.join(needed).display()));
+        }
+        arguments.extend(FRAMES.map(String::from));
+        let target = ["--bin", "native-workload", "--features", "linked"];
+        let built = self.cargo("native-workload", &target, &arguments)?;
+        replace(&built, &directory.join("native-workload"))
+    }
+
+    /// Builds one target of a package and gives the file.
+    fn cargo(&self, package: &str, target: &[&str], arguments: &[String]) -> Result<PathBuf, Error> {
+        let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+        command.current_dir(workspace()).args(["rustc", "--quiet", "--release", "--package", package]);
+        command.arg("--message-format=json-render-diagnostics").args(target);
+        if let Some(triple) = self.target {
+            let variable = format!("CARGO_TARGET_{}_LINKER", triple.to_uppercase().replace('-', "_"));
+            if std::env::var_os(&variable).is_none() {
+                command.env(variable, self.compiler());
+            }
+            command.args(["--target", triple]);
+        }
+        let output = execute(command.arg("--").args(arguments))?;
+        let name = target[1];
+        let file = output.split(|&byte| byte == b'\n').find_map(|line| {
+            let message: serde_json::Value = serde_json::from_slice(line).ok()?;
+            let ours = message["reason"] == "compiler-artifact" && message["target"]["name"] == name;
+            let file = message["executable"].as_str().or(message["filenames"][0].as_str())?;
+            ours.then(|| PathBuf::from(file))
+        });
+        file.ok_or_else(|| Error::Failed {
+            command: format!("{command:?}"),
+            output: format!("it named no file built for {name}"),
+        })
+    }
+}
+
+/// Puts a copy of `from` at `to` in one step: processes that run on the old file keep it.
+fn replace(from: &Path, to: &Path) -> Result<PathBuf, Error> {
+    let directory = to.parent().unwrap_or(Path::new("."));
+    let copy = tempfile::NamedTempFile::new_in(directory).map_err(|why| Error::file(directory, why))?;
+    fs::copy(from, copy.path()).map_err(|why| Error::file(from, why))?;
+    copy.persist(to).map_err(|error| Error::file(to, error.error))?;
+    Ok(to.to_owned())
+}
+
+/// Uprobes emulate `push %rbp` and direct jumps; on anything else here they would single-step.
+fn check_entries(library: &Path) -> Result<(), Error> {
+    let emulated = |code: u8| matches!(code, 0x50..=0x57 | 0xe9 | 0xeb);
+    match elf::entries(library)?.into_iter().find(|(_, code)| !emulated(code[0])) {
+        None => Ok(()),
+        Some((symbol, code)) => Err(Error::Entry { library: library.to_owned(), symbol, code }),
+    }
+}
