@@ -8,7 +8,8 @@ use std::time::Instant;
 use memscope::analysis::leaks::Leaks;
 use memscope::analysis::{Analysis, Online};
 use memscope::model::{
-    Alloc, DeviceId, DevicePtr, Event, EventKind, Free, Ledger, Name, Nanos, Pool, StepRule, Tgid, Tid, Totals,
+    Alloc, DeviceId, DevicePtr, Event, EventKind, Free, Ledger, Name, Nanos, Pool, StepRule, Tgid, Tid,
+    Totals,
 };
 
 const EVENTS: usize = 20_000_000;
@@ -72,7 +73,10 @@ fn training(names: &[Name]) -> Vec<Event> {
     }
     for step in 0..20 {
         let time = events.len() as u64;
-        events.push(event(time, EventKind::RangeBegin { range: step, text: Arc::from("step start"), domain: None }));
+        events.push(event(
+            time,
+            EventKind::RangeBegin { range: step, text: Arc::from("step start"), domain: None },
+        ));
         for name in names.iter().cycle().take(10_000) {
             let time = events.len() as u64;
             events.push(event(time, EventKind::Op { name: name.clone() }));

@@ -101,6 +101,26 @@ impl Report<'_> {
                 "{lost} events were lost: figures are a lower bound, and a block whose free was lost looks leaked."
             );
             line(out, &self.paint.alarm(&text));
+            self.lost_frees(out);
+        }
+    }
+
+    /// Where an allocator holds less than its live blocks would, the rest has been freed unseen.
+    fn lost_frees(&self, out: &mut String) {
+        for device in &self.document.devices {
+            for facts in &device.pools {
+                let excess =
+                    facts.allocated.map_or(0, |allocated| facts.live_bytes.saturating_sub(allocated));
+                if excess > 0 {
+                    let text = format!(
+                        "  {} {}: at least {} of what looks alive has been freed",
+                        self.place(device),
+                        facts.pool,
+                        units::bytes(excess)
+                    );
+                    line(out, &text);
+                }
+            }
         }
     }
 
@@ -164,13 +184,13 @@ impl Report<'_> {
             .collect();
         groups.sort_by_key(|(_, group)| std::cmp::Reverse(group.bytes));
         for (device, group) in groups.iter().take(LATE_SHOWN) {
-            let held = if group.held_min == group.held_max {
-                format!("{}", group.held_max)
-            } else {
-                format!("{} to {}", group.held_min, group.held_max)
+            let held = match (group.held_min, group.held_max) {
+                (1, 1) => "1 step".to_owned(),
+                (min, max) if min == max => format!("{max} steps"),
+                (min, max) => format!("{min} to {max} steps"),
             };
             let mut text = format!(
-                "Late: {} {}: {}, {} in all, freed {held} steps after allocation in {}",
+                "Late: {} {}: {}, {} in all, freed {held} after allocation in {}",
                 self.place(device),
                 group.pool,
                 units::blocks(group.blocks),
@@ -275,7 +295,8 @@ impl Report<'_> {
                         units::blocks(facts.blocks),
                         units::bytes(facts.peak_bytes)
                     );
-                    [format!("  {}", facts.pool), totals(facts, device.reconciliation.as_ref()), seen]
+                    let own = facts.allocated.map(|_| totals(facts, device.reconciliation.as_ref()));
+                    [format!("  {}", facts.pool), own.unwrap_or_default(), seen]
                 })
                 .collect();
             table(out, &rows);
@@ -405,6 +426,15 @@ impl Report<'_> {
         }
         if failed.len() > SITES_SHOWN {
             line(out, &format!("  and {} more (--json lists them)", failed.len() - SITES_SHOWN));
+        }
+        for process in document.processes.iter().filter(|process| process.finalized) {
+            if document.devices.iter().any(|device| device.pid == process.pid && !device.leaks.is_empty()) {
+                let text = format!(
+                    "Note: {}leaks are as of aclFinalize; what was freed after it does not count as freed",
+                    self.process(process.pid)
+                );
+                line(out, &text);
+            }
         }
         for note in &document.notes {
             line(out, &format!("Note: {note}"));
@@ -637,3 +667,6 @@ fn table<'a, const N: usize>(out: &mut String, rows: impl IntoIterator<Item = &'
         line(out, text.trim_end());
     }
 }
+
+#[cfg(test)]
+mod tests;

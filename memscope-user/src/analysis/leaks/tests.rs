@@ -177,6 +177,26 @@ fn a_leak_among_a_ring_shows_once_it_has_outlived_the_ring() {
 }
 
 #[test]
+fn the_longest_held_of_its_kind_counts() {
+    let mut script = Script::new();
+    script.step(|s| {
+        s.alloc(0x10, MIB);
+    });
+    script.step(|_| {}).step(|s| {
+        s.alloc(0x20, MIB).alloc(0x30, MIB);
+    });
+    // Held for three steps, then one that was held for two.
+    script.step(|s| {
+        s.free(0x10);
+    });
+    script.step(|s| {
+        s.free(0x20);
+    });
+    let young = Reason::Young { freed_after: 3 };
+    assert_eq!(not_judged(&verdicts(&script)), [(0x30, young)]);
+}
+
+#[test]
 fn a_bounded_cache_is_no_leak() {
     // Filled in steps 1 to 4; from then on the oldest entry makes room.
     let mut script = Script::new();

@@ -1,0 +1,274 @@
+use super::*;
+use crate::analysis::Online;
+use crate::model::testing::{MAIN, MIB, Script, leak6};
+use crate::model::{Alloc, DevicePtr, Event, EventKind, Module, StepRule};
+use crate::report::document::{Dump, Events, Site, Trace};
+
+fn document(events: &[Event], trace: Trace) -> Document {
+    let mut online = Online::new(StepRule::default(), true);
+    for event in events {
+        online.apply(event);
+    }
+    Document::new(trace, &online)
+}
+
+fn rendered(events: &[Event]) -> String {
+    let received = Events { received: events.len() as u64, lost: 0 };
+    render(&document(events, Trace { events: received, ..Trace::default() }), false)
+}
+
+/// Line by line, so that a difference shows where it is.
+fn assert_text(text: &str, expected: &[&str]) {
+    let lines: Vec<&str> = text.lines().collect();
+    for (at, (line, expected)) in lines.iter().zip(expected).enumerate() {
+        assert_eq!(line, expected, "line {at} of\n{text}");
+    }
+    assert_eq!(lines.len(), expected.len(), "{text}");
+}
+
+fn site(name: &str, attached: bool, reason: Option<&str>) -> Site {
+    Site {
+        site: name.to_owned(),
+        file: attached.then(|| "/usr/lib/libascend_hal.so".to_owned()),
+        build_id: None,
+        offset: attached.then_some(64),
+        attached,
+        hits: 0,
+        lost: 0,
+        reason: reason.map(str::to_owned),
+    }
+}
+
+#[test]
+fn a_leak_is_the_headline() {
+    let mut events = leak6();
+    events.retain(|event| event.kind != EventKind::AclFinalize);
+    let cut = events.iter().rposition(|event| matches!(event.kind, EventKind::RangeEnd { .. })).unwrap_or(0);
+    let trace = Trace {
+        sites: vec![
+            site("halMemAlloc", true, None),
+            site("aclrtMallocCached", false, Some("in no mapped library")),
+        ],
+        events: Events { received: 40_120, lost: 0 },
+        dump: Some(Dump { path: "./dump".to_owned(), complete: true, reason: None }),
+        notes: vec!["trained on a Tuesday".to_owned()],
+        ..Trace::default()
+    };
+    assert_text(
+        &render(&document(&events[..=cut], trace), false),
+        &[
+            "1 leak: 12.0 MiB in 4 blocks",
+            "LEAK device 0 PTA: +3.00 MiB/step, 4 blocks of 3.00 MiB, 12.0 MiB in steps 2-5, around \
+             aten.empty.memory_format, thread 23999, first at 0x7f04e0300200",
+            "Not judged: 1 block, 3.00 MiB",
+            "  device 0 PTA 3.00 MiB at 0x7f04e0f00a00, step 6, around aten.empty.memory_format, thread 23999 (last step)",
+            "Fluctuation within a step: smallest use, in % of the largest",
+            "                 widest swing               narrowest swing",
+            "  device 0  PTA  29.2 % (7.00 MiB, step 2)  52.8 % (19.0 MiB, step 6)",
+            "Memory",
+            "  device 0: 40.0 MiB from the driver since attach: 40.0 MiB in segments of PTA, 0 B in no pool",
+            "    PTA  19.0 MiB allocated of 40.0 MiB reserved  seen since attach: 19.0 MiB live in 7 blocks, peak 36.0 MiB",
+            "Events: 40,120 received, none lost; 1 of 2 sites attached",
+            "  aclrtMallocCached: in no mapped library",
+            "Note: trained on a Tuesday",
+            "Dump: ./dump",
+            "Next: see what your code keeps of each step's results, around aten.empty.memory_format; the dump's rows \
+             before the block: grep -rn -B 20 7f04e0300200 ./dump",
+        ],
+    );
+}
+
+#[test]
+fn no_leak_but_a_ring_and_state_that_was_built_late() {
+    let mut script = Script::new();
+    for step in 1..=8u64 {
+        script.step(|s| {
+            if step > 3 {
+                s.free(0x1000 * (step - 3));
+            }
+            s.op("aclnnCat").alloc(0x1000 * step, 16 * MIB);
+            if step == 5 {
+                s.op("aclnnOnes").alloc(0x100_0000, MIB).alloc(0x200_0000, 2 * MIB);
+            }
+        });
+    }
+    assert_text(
+        &rendered(&script.events),
+        &[
+            "No recurring leak among what was allocated in steps 2-7.",
+            "Built once and kept, no leak unless it comes again: 2 blocks, 3.00 MiB; largest device 0 PTA 2.00 MiB in \
+             step 5, around aclnnOnes, at 0x2000000",
+            "Late: device 0 PTA: 4 blocks, 64.0 MiB in all, freed 3 steps after allocation in steps 2-5, around aclnnCat",
+            "Not judged: 3 blocks, 48.0 MiB",
+            "  device 0 PTA 16.0 MiB at 0x6000, step 6, around aclnnCat, thread 100 (young: its like is freed after 3 steps)",
+            "  device 0 PTA 16.0 MiB at 0x7000, step 7, around aclnnCat, thread 100 (young: its like is freed after 3 steps)",
+            "  device 0 PTA 16.0 MiB at 0x8000, step 8, around aclnnCat, thread 100 (last step)",
+            "Fluctuation within a step: smallest use, in % of the largest",
+            "                 widest swing               narrowest swing",
+            "  device 0  PTA  62.7 % (32.0 MiB, step 5)  100.0 % (32.0 MiB, step 2)",
+            "Memory",
+            "  device 0: 0 B from the driver since attach",
+            "    PTA    seen since attach: 51.0 MiB live in 5 blocks, peak 51.0 MiB",
+            "Events: 40 received, none lost",
+            "Next: a leak that does not show in this many steps needs a longer trace: -d SECONDS",
+        ],
+    );
+}
+
+#[test]
+fn without_steps_it_says_what_could_be_one() {
+    let mut script = Script::new();
+    for _ in 0..3 {
+        script.mark("forward").alloc(0x1000, 512).mark("backward").free(0x1000).mark("forward");
+    }
+    let text = rendered(&script.events);
+    assert!(text.starts_with("Leaks not judged: no step was seen.\n"), "{text}");
+    assert!(
+        text.ends_with(
+            "Next: name the mark or range that comes once a step: --step-mark REGEX. Seen: \"forward\" (6x), \
+             \"backward\" (3x)\n"
+        ),
+        "{text}"
+    );
+    script.events.retain(|event| !matches!(event.kind, EventKind::Mark { .. }));
+    assert!(rendered(&script.events).contains("Next: mark each step of the loop"));
+}
+
+#[test]
+fn too_few_steps_are_said_to_be_too_few() {
+    let mut script = Script::new();
+    script.alloc(0x1000, 512).step(|_| {}).step(|_| {});
+    let text = rendered(&script.events);
+    assert!(text.starts_with("Leaks not judged: too few steps."), "{text}");
+    assert!(text.ends_with("Next: trace longer: at least 3 steps\n"), "{text}");
+    script.step(|_| {});
+    let text = rendered(&script.events);
+    assert!(text.starts_with("No recurring leak among what was allocated in step 2;"), "{text}");
+    assert!(rendered(&[]).starts_with("Leaks not judged: no device memory was allocated or freed.\n"));
+}
+
+#[test]
+fn loss_makes_figures_a_lower_bound() {
+    let mut script = Script::new();
+    for step in 1..=4u64 {
+        script.step(|s| {
+            s.alloc_in(Pool::Pta, 0, 0x1000 * step, MIB, Some((MIB, 20 * MIB)));
+        });
+    }
+    let trace = Trace { events: Events { received: 12, lost: 1234 }, ..Trace::default() };
+    let text = render(&document(&script.events, trace), false);
+    let head: Vec<&str> = text.lines().take(3).collect();
+    assert_eq!(
+        head,
+        [
+            "At least 1 leak: 2.00 MiB in 2 blocks",
+            "1,234 events were lost: figures are a lower bound, and a block whose free was lost looks leaked.",
+            "  device 0 PTA: at least 3.00 MiB of what looks alive has been freed",
+        ]
+    );
+    assert!(text.contains("Events: 12 received, 1,234 lost\n"));
+}
+
+#[test]
+fn out_of_memory_comes_with_what_was_there() {
+    let mut script = Script::new();
+    script.op("aclnnMatmul").step(|s| {
+        s.hal(0x9000_0000, 2 * MIB, Module::APP);
+        s.alloc_in(Pool::Pta, 0, 0x1000, 30 * MIB, Some((30 * MIB, 40 * MIB)));
+        s.fail(MAIN, 66 * MIB, 64 * MIB).fail(MAIN, 64 * MIB, 64 * MIB);
+    });
+    script.fail(MAIN, 8 * MIB, 8 * MIB).hal(0xa000_0000, 8 * MIB, Module::APP);
+    let text = rendered(&script.events);
+    let expected = [
+        "OUT OF MEMORY device 0: aclrtMallocAlign32 of 64.0 MiB refused (halMemAlloc returned 6) 2 times, step 1, around \
+         aclnnMatmul, thread 100",
+        "  at that moment: driver 2.00 MiB since attach; PTA 30.0 MiB allocated of 40.0 MiB reserved",
+        "  largest live blocks:",
+        "     30.0 MiB  PTA at 0x1000, step 1, around aclnnMatmul, thread 100",
+        "     2.00 MiB  HAL at 0x90000000, step 1, around aclnnMatmul, thread 100",
+        "1 refused request of at most 8.00 MiB succeeded after the pool had given memory back or on another try",
+    ];
+    let lines: Vec<&str> = text.lines().skip(1).take(expected.len()).collect();
+    assert_eq!(lines, expected, "{text}");
+    assert!(text.contains("Next: free or shrink the largest blocks above"), "{text}");
+}
+
+#[test]
+fn processes_are_told_apart_and_host_memory_is_named() {
+    let mut script = Script::new();
+    script.hal(0x1000, 3 * MIB, Module::APP).hal(0x2000, 7 * MIB, Module::RUNTIME);
+    let (ptr, size) = (DevicePtr(0x3000), MIB);
+    script.push(
+        MAIN,
+        EventKind::Alloc(Alloc { pool: Pool::Host, device: None, ptr, size, totals: None, driver: None }),
+    );
+    script.free(0x77);
+    let mut events = script.events.clone();
+    events.extend(script.events.into_iter().take(1).map(|event| Event { tgid: Tgid(200), ..event }));
+    let text = rendered(&events);
+    let memory: Vec<&str> = text.lines().skip_while(|line| *line != "Memory").take(7).collect();
+    assert_eq!(
+        memory,
+        [
+            "Memory",
+            "  process 100 device 0: 10.0 MiB from the driver since attach (RUNTIME 7.00 MiB, APP 3.00 MiB): 3.00 MiB in no pool",
+            "  process 100 host",
+            "    HOST    seen since attach: 1.00 MiB live in 1 block, peak 1.00 MiB",
+            "  process 200 device 0: 3.00 MiB from the driver since attach (APP 3.00 MiB): 3.00 MiB in no pool",
+            "  process 100 PTA: 1 block freed that came from before attach",
+            "Events: 5 received, none lost",
+        ],
+        "{text}"
+    );
+}
+
+#[test]
+fn colour_only_where_it_is_wanted() {
+    let document = document(&leak6(), Trace::default());
+    let note = "Note: leaks are as of aclFinalize; what was freed after it does not count as freed\n";
+    let (plain, coloured) = (render(&document, false), render(&document, true));
+    assert!(!plain.contains('\x1b') && plain.contains(note));
+    assert!(
+        coloured
+            .starts_with("\x1b[1;31m1 leak: 12.0 MiB in 4 blocks\x1b[0m\n\x1b[1;31mLEAK\x1b[0m device 0 PTA")
+    );
+    let mut stripped = coloured;
+    for code in ["\x1b[1;31m", "\x1b[1m", "\x1b[0m"] {
+        stripped = stripped.replace(code, "");
+    }
+    assert_eq!(stripped, plain);
+}
+
+#[test]
+fn lists_of_steps_are_short() {
+    let list =
+        |steps: &[u32], last_judged| step_list(&steps.iter().copied().map(StepId).collect(), last_judged);
+    assert_eq!(list(&[5], 6), "step 5");
+    assert_eq!(list(&[2, 3, 4, 5, 6], 6), "steps 2-6");
+    assert_eq!(list(&[2, 3, 5, 8, 9], 10), "steps 2-3, 5, 8-9");
+    assert_eq!(list(&[2, 4, 6, 8, 10], 12), "5 of steps 2-10");
+    assert_eq!(list(&[2, 3, 4], 99), "steps 2-4 (none in steps 5-99)");
+    assert_eq!(list(&[2, 12], 30), "steps 2, 12");
+}
+
+#[test]
+fn long_lists_are_cut_and_the_rest_counted() {
+    let mut script = Script::new();
+    for step in 1..=5u64 {
+        script.step(|s| {
+            for kind in 0..25u64 {
+                s.op(&format!("op{kind}")).alloc(0x10_0000 * step + 0x1000 * kind, 1024 * (kind + 1));
+            }
+        });
+    }
+    let text = rendered(&script.events);
+    assert_eq!(text.lines().filter(|line| line.starts_with("LEAK ")).count(), GROUPS_SHOWN);
+    assert!(text.starts_with(
+        "25 leaks: 975 KiB in 75 blocks\nLEAK device 0 PTA: +25.0 KiB/step, 3 blocks of 25.0 KiB"
+    ));
+    assert!(text.contains("\n  and 5 smaller ones of 45.0 KiB in all (--json lists them)\n"), "{text}");
+    assert!(
+        text.contains("\nNot judged: 25 blocks, 325 KiB\n") && text.contains("\n  and 20 smaller\n"),
+        "{text}"
+    );
+}
