@@ -31,3 +31,17 @@ pub extern "C" fn exec(_ctx: *mut c_void) -> u32 {
     }
     0
 }
+
+/// Nothing: what a bare probe costs.
+#[unsafe(no_mangle)]
+#[unsafe(link_section = "uprobe")]
+pub extern "C" fn empty(_ctx: *mut c_void) -> u32 {
+    0
+}
+
+/// As [`empty`], on return.
+#[unsafe(no_mangle)]
+#[unsafe(link_section = "uretprobe")]
+pub extern "C" fn empty_return(_ctx: *mut c_void) -> u32 {
+    0
+}

@@ -139,7 +139,7 @@ fn lockdown() -> Option<Line> {
 }
 
 fn programs() -> Line {
-    let config = Config { ring_bytes: 64 * 1024, classes: Default::default(), mechanism: None };
+    let config = Config { ring_bytes: 64 * 1024, classes: Default::default(), mechanism: None, empty: false };
     match Attacher::new(config) {
         Ok(_) => Line::good("BPF programs", "load, with ring buffer"),
         Err(e) => Line::bad("BPF programs", e.to_string(), "see the lines above; the ring buffer needs kernel 5.8"),

@@ -24,7 +24,7 @@ use tokio::{
 use crate::{
     analysis::Online,
     attach::{
-        AttachError, Attached, Attacher, Mechanism, Scope,
+        AttachError, Attached, Attacher, Mechanism, Scope, Status,
         process::{Proc, Process, ProcessError},
         spawn::{Held, SpawnError},
     },
@@ -99,6 +99,8 @@ pub struct Config {
     pub dump: DumpSelection,
     pub ring_bytes: u32,
     pub mechanism: Option<Mechanism>,
+    /// Attaches programs that do nothing (see [`crate::attach::Config::empty`]).
+    pub empty: bool,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -175,6 +177,7 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
         ring_bytes: config.ring_bytes,
         classes: config.classes.clone(),
         mechanism: config.mechanism,
+        empty: config.empty,
     })?;
     // SAFETY: the ring buffer keeps its descriptor, and keeps it open, for as long as it lives.
     let mut records = unsafe { AsyncFd::register(records) }.map_err(|e| e.into_parts().1)?;
@@ -298,7 +301,7 @@ impl Session<'_> {
             .iter()
             .filter(|s| s.scope == Scope::Process(tgid) && s.found.is_some() && s.probe.class != Class::Context)
             .collect();
-        match memory.iter().find_map(|s| s.reason.clone()) {
+        match memory.iter().find_map(|s| s.failure().map(str::to_owned)) {
             Some(reason) => {
                 Err(TraceError::NothingAttached { tgid, command, sites: memory.len(), reason })
             }
@@ -363,7 +366,7 @@ impl Session<'_> {
             what.push(format!("NPU {}", list.join(", ")));
         }
         let missing =
-            self.attacher.sites().iter().filter(|s| s.scope == target.scope && !s.attached && s.reason.is_some()).count();
+            self.attacher.sites().iter().filter(|s| s.scope == target.scope && s.failure().is_some()).count();
         let mut sites = format!("{} sites in {} libraries", attached.sites.len(), attached.libraries);
         if missing > 0 {
             sites.push_str(&format!(", {missing} not found (memscope-trace probes -p {tgid})"));
@@ -478,7 +481,7 @@ impl Session<'_> {
 
     fn distrust(&mut self, site: usize, why: String) {
         let Some(state) = self.attacher.sites().get(site) else { return };
-        if state.attached {
+        if state.is_attached() {
             let line = format!("{} in {}: {why}", state.probe.site, state.file);
             self.attacher.disable(site, why);
             self.note(line);
@@ -602,15 +605,22 @@ impl Session<'_> {
         for (index, state) in self.attacher.sites().iter().enumerate() {
             let counters = self.attacher.counters(index);
             lost_total += lost(&counters);
+            // A stand-in that was not needed is of no interest.
+            if matches!(state.status, Status::Superseded(_)) && counters.hits == 0 {
+                continue;
+            }
             sites.push(Site {
                 site: state.probe.site.to_owned(),
                 file: Some(state.file.to_string()).filter(|f| !f.is_empty()),
                 build_id: state.build_id.as_deref().map(str::to_owned),
                 offset: state.found.map(|f| f.offset),
-                attached: state.found.is_some() && state.reason.as_deref().is_none_or(|r| r == ENDED),
+                attached: matches!(state.status, Status::Attached | Status::Ended),
                 hits: counters.hits,
                 lost: lost(&counters),
-                reason: state.reason.clone().filter(|r| r != ENDED),
+                reason: match &state.status {
+                    Status::Superseded(why) => Some(why.clone()),
+                    _ => state.failure().map(str::to_owned),
+                },
             });
         }
         if self.decoder.malformed > 0 {
@@ -648,9 +658,6 @@ impl Session<'_> {
         document
     }
 }
-
-/// What [`Attacher::forget`] says of the sites of a process that ended: they were attached all right.
-const ENDED: &str = "the process ended";
 
 fn lost(counters: &Counters) -> u64 {
     counters.ring_full + counters.map_full

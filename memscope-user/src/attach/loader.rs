@@ -66,6 +66,8 @@ pub enum Program {
     Report,
     Mapped,
     Exec,
+    Empty,
+    EmptyReturn,
 }
 
 impl Program {
@@ -81,11 +83,18 @@ impl Program {
             Self::Report => "report",
             Self::Mapped => "mapped",
             Self::Exec => "exec",
+            Self::Empty => "empty",
+            Self::EmptyReturn => "empty_return",
         }
     }
 
     pub fn on_return(self) -> bool {
-        matches!(self, Self::Leave | Self::Value)
+        matches!(self, Self::Leave | Self::Value | Self::EmptyReturn)
+    }
+
+    /// The program that does nothing in place of this one.
+    pub fn empty(self) -> Self {
+        if self.on_return() { Self::EmptyReturn } else { Self::Empty }
     }
 }
 

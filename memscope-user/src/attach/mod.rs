@@ -27,7 +27,7 @@ use sys::{PerfUprobe, UprobePmu};
 use crate::{
     model::Tgid,
     probes::{
-        catalogue::{At, CATALOGUE, Class, Probe, Shape},
+        catalogue::{At, Class, Probe, Shape},
         resolve::{Found, ResolvedFile, Resolver},
     },
     text::sanitize,
@@ -88,9 +88,34 @@ pub struct SiteState {
     /// File offset in bytes.
     pub offset: u64,
     pub found: Option<Found>,
-    pub attached: bool,
-    /// Why it is not attached.
-    pub reason: Option<String>,
+    pub status: Status,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Status {
+    Attached,
+    /// The library should have it and has not: why.
+    NotFound(String),
+    /// It is there and could not be attached, or its records could not be believed: why.
+    Failed(String),
+    /// Another site says the same.
+    Superseded(String),
+    /// It was attached until its process ended.
+    Ended,
+}
+
+impl SiteState {
+    pub fn is_attached(&self) -> bool {
+        self.status == Status::Attached
+    }
+
+    /// What is to be reported of it as missing.
+    pub fn failure(&self) -> Option<&str> {
+        match &self.status {
+            Status::NotFound(why) | Status::Failed(why) => Some(why),
+            _ => None,
+        }
+    }
 }
 
 /// What one look at a process's libraries brought.
@@ -100,7 +125,7 @@ pub struct Attached {
     pub sites: Vec<usize>,
     /// Libraries that hold them.
     pub libraries: usize,
-    /// The libraries were mapped this long before (ns), where they appeared after the start.
+    /// How many of them are about allocations.
     pub memory_sites: usize,
 }
 
@@ -110,6 +135,8 @@ pub struct Config {
     pub classes: HashSet<Class>,
     /// Forces a mechanism below the best one.
     pub mechanism: Option<Mechanism>,
+    /// Attaches programs that do nothing, to measure what the bare probes cost.
+    pub empty: bool,
 }
 
 /// A link to the kernel; dropping it detaches.
@@ -128,6 +155,7 @@ pub struct Attacher {
     pmu: Option<UprobePmu>,
     classes: HashSet<Class>,
     wake_shift: u8,
+    empty: bool,
     resolver: Resolver,
     files: HashMap<FileId, Arc<ResolvedFile>>,
     attached: HashSet<(Scope, FileId, &'static str)>,
@@ -185,6 +213,7 @@ impl Attacher {
             pmu,
             classes: config.classes,
             wake_shift,
+            empty: config.empty,
             resolver: Resolver::default(),
             files: HashMap::new(),
             attached: HashSet::new(),
@@ -249,9 +278,8 @@ impl Attacher {
         self.links.remove(&Scope::Process(tgid));
         self.attached.retain(|(scope, ..)| *scope != Scope::Process(tgid));
         for site in &mut self.sites {
-            if site.scope == Scope::Process(tgid) && site.attached {
-                site.attached = false;
-                site.reason = Some("the process ended".into());
+            if site.scope == Scope::Process(tgid) && site.is_attached() {
+                site.status = Status::Ended;
             }
         }
     }
@@ -328,23 +356,24 @@ impl Attacher {
                 build_id: resolved.build_id.clone(),
                 offset: hit.offset,
                 found: Some(*hit),
-                attached: false,
-                reason: None,
+                status: Status::Failed("not attached yet".into()),
             });
             if let Some(first) = resolved.found.iter().find(|other| {
                 other.offset == hit.offset && other.probe.site < probe.site && other.probe.observes == probe.observes
             }) {
-                self.sites[index].reason = Some(format!("the same function as {}", first.probe.site));
+                self.sites[index].status = Status::Superseded(format!("the same function as {}", first.probe.site));
                 continue;
             }
             let site = site_of(hit, scope, self.wake_shift, python);
             if let Err(e) = self.maps.sites.set(index as u32, site, 0) {
-                self.sites[index].reason = Some(format!("no room for another site ({e}): trace fewer processes"));
+                self.sites[index].status = Status::Failed(format!("no room for another site ({e}): trace fewer processes"));
                 continue;
             }
             for program in programs_of(probe) {
+                let program = if self.empty { program.empty() } else { program };
                 plan.entry(program).or_default().push((hit.offset, index));
             }
+            self.sites[index].status = Status::Attached;
             outcome.sites.push(index);
         }
         if plan.is_empty() {
@@ -353,17 +382,12 @@ impl Attacher {
         let path = CString::new(format!("/proc/self/fd/{}", file.as_raw_fd())).unwrap_or_default();
         for (program, points) in plan {
             for (index, result) in self.attach_points(program, scope, &path, &points) {
-                let state = &mut self.sites[index];
-                match result {
-                    Ok(()) => state.attached = state.reason.is_none(),
-                    Err(why) => {
-                        state.attached = false;
-                        state.reason = Some(why);
-                    }
+                if let Err(why) = result {
+                    self.sites[index].status = Status::Failed(why);
                 }
             }
         }
-        outcome.sites.retain(|site| self.sites[*site].attached);
+        outcome.sites.retain(|site| self.sites[*site].is_attached());
     }
 
     /// Attaches one program to points of one file; with the result for each site.
@@ -444,13 +468,12 @@ impl Attacher {
     fn retire_superseded(&mut self, scope: Scope, found: &HashSet<&'static str>) {
         for (index, site) in self.sites.iter_mut().enumerate() {
             if site.scope == scope
-                && site.attached
+                && site.is_attached()
                 && let Some(better) = site.probe.unless.iter().find(|s| found.contains(*s))
             {
                 // No process has id 0: the programs let every hit pass.
                 let _ = self.maps.sites.set(index as u32, Site::default(), 0);
-                site.attached = false;
-                site.reason = Some(format!("{better} was found and says the same"));
+                site.status = Status::Superseded(format!("{better} was found and says the same"));
             }
         }
     }
@@ -477,15 +500,14 @@ impl Attacher {
                 build_id: resolved.build_id.clone(),
                 offset: 0,
                 found: None,
-                attached: false,
-                reason: Some(why.clone()),
+                status: Status::NotFound(why.clone()),
             });
         }
         // Found in another library after all.
         let late: Vec<usize> =
             seen.missing.iter().filter(|(site, _)| found.contains(*site)).map(|(_, index)| *index).collect();
         for index in late {
-            self.sites[index].reason = Some("found in another library".into());
+            self.sites[index].status = Status::Superseded("found in another library".into());
         }
     }
 
@@ -510,8 +532,7 @@ impl Attacher {
     pub fn disable(&mut self, site: usize, why: String) {
         let _ = self.maps.sites.set(site as u32, Site::default(), 0);
         if let Some(state) = self.sites.get_mut(site) {
-            state.attached = false;
-            state.reason = Some(why);
+            state.status = Status::Failed(why);
         }
     }
 }
@@ -603,9 +624,4 @@ fn raise_memlock() {
     if let Err(e) = setrlimit(Resource::RLIMIT_MEMLOCK, libc::RLIM_INFINITY, libc::RLIM_INFINITY) {
         tracing::debug!("RLIMIT_MEMLOCK not raised: {e}");
     }
-}
-
-/// All rows of the catalogue of the given classes.
-pub fn rows(classes: &HashSet<Class>) -> impl Iterator<Item = &'static Probe> {
-    CATALOGUE.iter().filter(|probe| classes.contains(&probe.class))
 }

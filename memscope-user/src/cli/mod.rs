@@ -124,10 +124,23 @@ pub fn main() -> ExitCode {
         // Whoever read our output has had enough.
         Err(e) if is_broken_pipe(&e) => ExitCode::SUCCESS,
         Err(e) => {
-            eprintln!("memscope-trace: {e:#}");
+            eprintln!("memscope-trace: {}", explain(&e));
             ExitCode::from(2)
         }
     }
+}
+
+/// The error and what caused it; most of ours name their cause themselves.
+fn explain(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if text.is_empty() {
+            text = cause;
+        } else if !text.contains(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
 }
 
 fn is_broken_pipe(error: &anyhow::Error) -> bool {

@@ -82,6 +82,9 @@ pub struct TraceArgs {
     /// Attach in this way instead of the best one [multi, perf-cookie, perf-site]
     #[arg(long, value_name = "NAME", help_heading = "Tuning")]
     mechanism: Option<MechanismWord>,
+    /// Attach programs that do nothing: what the bare probes cost (cargo xtask bench)
+    #[arg(long, hide = true)]
+    empty_programs: bool,
 }
 
 words! { Level: "level" { Op = "op" | "0", Kernel = "kernel" | "1" } }
@@ -146,6 +149,7 @@ impl TraceArgs {
                 MechanismWord::PerfCookie => Mechanism::PerfCookie,
                 MechanismWord::PerfSite => Mechanism::PerfSite,
             }),
+            empty: self.empty_programs,
         })
     }
 }
