@@ -86,6 +86,74 @@ fn rows_of_a_block_stand_where_they_happened() {
 }
 
 #[test]
+fn a_database_reads_like_the_csv_of_the_same_workload() {
+    // Two runs: times and addresses differ.
+    let shape = |name: &str| -> Vec<String> {
+        let (rows, problems) = read(&fixture(name));
+        assert_eq!(problems.total, 0);
+        let mut shapes = Vec::new();
+        for NumberedRow { id, row, .. } in rows {
+            let mut fact = row.fact;
+            match &mut fact {
+                Fact::Event(EventKind::Alloc(alloc)) => alloc.ptr = DevicePtr(0),
+                Fact::Event(EventKind::Free(free)) => free.ptr = DevicePtr(0),
+                Fact::NeverFreed { ptr, .. } => *ptr = DevicePtr(0),
+                _ => {}
+            }
+            shapes.push(format!("{id} {fact:?} {:?} {:?}", row.allocation_id, row.device));
+        }
+        shapes
+    };
+    let (csv, db) = (shape("leak6.csv"), shape("leak6.db"));
+    assert_eq!(db.len(), 70);
+    // What is freed at exit, and in which order, is up to the interpreter.
+    let during = |shapes: &[String]| shapes[..60].to_vec();
+    assert_eq!(during(&csv), during(&db));
+}
+
+#[test]
+fn a_hostile_database_is_an_error() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("dump.db");
+    let open_with = |sql: &str| {
+        let _ = fs::remove_file(&path);
+        rusqlite::Connection::open(&path).expect("room").execute_batch(sql).expect("runs");
+        open([&path], Options::default())
+    };
+    assert!(matches!(open_with("CREATE TABLE other (a)"), Err(ReadError::NoTable { .. })));
+    assert!(matches!(open_with("CREATE TABLE memscope_dump (ID, Event)"), Err(ReadError::NoTable { .. })));
+    // A view could run for ever.
+    let columns = HEADER.split(',').map(|name| format!("1 AS \"{name}\"")).collect::<Vec<_>>().join(",");
+    assert!(matches!(
+        open_with(&format!("CREATE VIEW memscope_dump AS SELECT {columns}")),
+        Err(ReadError::NoTable { .. })
+    ));
+
+    let columns = HEADER.split(',').map(|name| format!("\"{name}\"")).collect::<Vec<_>>().join(",");
+    let rows = open_with(&format!(
+        "CREATE TABLE memscope_dump ({columns});
+         INSERT INTO memscope_dump VALUES (1,'MSTX','Mark','\"m\"',5,1,1,'0','N/A','{{}}','','');
+         INSERT INTO memscope_dump VALUES ('2','MSTX',x'4d61726b','m','6',1,1,0,NULL,NULL,NULL,NULL);
+         INSERT INTO memscope_dump VALUES (-3,'MSTX','Mark','m',7,1,1,'0','N/A','{{}}','','');
+         INSERT INTO memscope_dump VALUES (4,'MSTX','Mark','m',8.5,1,1,'0','N/A','{{}}','','');
+         INSERT INTO memscope_dump VALUES (5,'MSTX','Mark','m',9,1,1,'0','N/A','[1]','','');"
+    ));
+    let (rows, problems) = read_all(rows.expect("the table is there"));
+    assert_eq!(rows.iter().map(|row| (row.id, row.line)).collect::<Vec<_>>(), [(1, 1), (2, 2)]);
+    let mut lines: Vec<u64> = problems.first.iter().map(|problem| problem.line).collect();
+    lines.sort_unstable();
+    assert_eq!(lines, [3, 4, 5]);
+
+    // Cut off in the middle.
+    let whole = fs::read(fixture("leak6.db")).expect("there");
+    fs::write(&path, &whole[..whole.len() / 2]).expect("room");
+    match open([&path], Options::default()) {
+        Ok(rows) => assert!(read_all(rows).1.total > 0),
+        Err(error) => assert!(matches!(error, ReadError::Read { .. })),
+    }
+}
+
+#[test]
 fn a_dump_of_msmemscope_gives_its_own_report() {
     let mut online = Online::new(StepRule::StepStart, true);
     for row in open([fixture("leak6.csv")], Options::default()).expect("a dump") {
@@ -617,20 +685,23 @@ fn any_row() -> impl Strategy<Value = Row> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 100, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn what_is_written_is_read(mut rows in prop::collection::vec(any_row(), 1..40)) {
         for (time, row) in rows.iter_mut().enumerate() {
             row.time = Nanos(time as u64);
         }
-        let dir = tempfile::tempdir().expect("a directory");
-        let mut writer = Writer::create(config(dir.path())).expect("writable");
-        rows.iter().for_each(|row| writer.write(row));
-        writer.finish();
-        let (read, problems) = read(dir.path());
-        prop_assert_eq!(problems, Problems::default());
-        prop_assert_eq!(read.into_iter().map(|row| row.row).collect::<Vec<_>>(), rows);
+        for format in [Format::Csv, Format::Db] {
+            let dir = tempfile::tempdir().expect("a directory");
+            let config = Config { formats: vec![format], ..config(dir.path()) };
+            let mut writer = Writer::create(config).expect("writable");
+            rows.iter().for_each(|row| writer.write(row));
+            writer.finish();
+            let (read, problems) = read(dir.path());
+            prop_assert_eq!(problems, Problems::default());
+            prop_assert_eq!(&read.into_iter().map(|row| row.row).collect::<Vec<_>>(), &rows);
+        }
     }
 
     #[test]

@@ -87,6 +87,23 @@ fn lines(path: &Path) -> Vec<String> {
     fs::read_to_string(path).expect("the file is readable").lines().map(str::to_owned).collect()
 }
 
+/// The rows of a query, texts in apostrophes.
+fn query(path: &Path, sql: &str) -> Vec<String> {
+    use rusqlite::types::ValueRef;
+    let connection = rusqlite::Connection::open(path).expect("a database");
+    let mut statement = connection.prepare(sql).expect("the table is there");
+    let columns = statement.column_count();
+    let rows = statement.query_map([], |row| {
+        let cells = (0..columns).map(|column| match row.get_ref(column).expect("a column") {
+            ValueRef::Integer(number) => number.to_string(),
+            ValueRef::Text(text) => format!("'{}'", String::from_utf8_lossy(text)),
+            other => panic!("{other:?}"),
+        });
+        Ok(cells.collect::<Vec<_>>().join("|"))
+    });
+    rows.expect("runs").collect::<Result<_, _>>().expect("readable")
+}
+
 fn is_digits(text: &str, count: usize) -> bool {
     text.len() == count && text.bytes().all(|b| b.is_ascii_digit())
 }
@@ -198,6 +215,60 @@ fn rows_are_those_of_msmemscope() {
     assert_eq!(report.bytes, fs::metadata(&report.path).expect("the file is there").len());
     assert!(report.is_complete());
     assert_eq!((report.pid, report.device), (Tgid(77), Some(Place::Npu(DeviceId(0)))));
+}
+
+#[test]
+fn databases_are_those_of_msmemscope() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut driver = hal(1002, Pool::Hal, Some(0), 0x12c041400000, 2097184);
+    driver.allocation_id = Some(AllocationId(2));
+    driver.owner = Some("train\"@weight".into());
+    let mut writer = Writer::create(Config { formats: vec![Format::Db, Format::Csv], ..config(dir.path()) })
+        .expect("the directory is writable");
+    for row in [
+        row(1000, EventKind::AclInit),
+        driver,
+        on(0, mark(1003, "=a\n, \"b\"")),
+        on(0, row(1005, EventKind::Op { name: "-op".into() })),
+        hal(1006, Pool::Host, None, 0x7f0000000000, 4096),
+    ] {
+        writer.write(&row);
+    }
+    let open: Vec<PathBuf> = writer.paths().collect();
+    assert_eq!(open.len(), 4);
+    for path in open.iter().filter(|path| path.extension().is_some_and(|extension| extension == "db")) {
+        for file in fs::read_dir(path.parent().expect("a directory")).expect("made") {
+            let file = file.expect("readable");
+            assert_eq!(
+                file.metadata().expect("there").permissions().mode() & 0o7777,
+                0o600,
+                "{:?}",
+                file.path()
+            );
+        }
+    }
+    let reports = writer.finish();
+    let [_, db, ..] = reports.as_slice() else { panic!("four files, not {reports:?}") };
+    assert_eq!((db.format, db.rows, db.bytes), (Format::Db, 5, fs::metadata(&db.path).expect("there").len()));
+    let files = fs::read_dir(db.path.parent().expect("a directory")).expect("made").count();
+    assert_eq!(files, 2, "the log is gone");
+
+    let peer = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/dumps/leak6.db");
+    let copy = dir.path().join("peer.db");
+    fs::copy(peer, &copy).expect("room");
+    for of_whole_file in ["SELECT sql FROM sqlite_schema", "PRAGMA journal_mode"] {
+        assert_eq!(query(&db.path, of_whole_file), query(&copy, of_whole_file), "{of_whole_file}");
+    }
+    assert_eq!(
+        query(&db.path, "SELECT * FROM memscope_dump"),
+        [
+            "0|'SYSTEM'|'ACL_INIT'|'N/A'|1000|77|78|'N/A'|'N/A'|'{}'|''|''",
+            r#"1|'MALLOC'|'HAL'|'N/A'|1002|77|78|'0'|'0x000012c041400000'|'{"allocation_id":"2","addr":"0x000012c041400000","size":"2097184","owner":"CANN@APP@train\"@weight","page_type":"huge","alloc_type":"alloc","api":"aclrtMallocAlign32","api_size":"2097152"}'|''|''"#,
+            r#"2|'MSTX'|'Mark'|'"=a\u{a}, "b""'|1003|77|78|'0'|'N/A'|'{}'|''|''"#,
+            "3|'OP_LAUNCH'|'ATEN_START'|'-op'|1005|77|78|'0'|'N/A'|'{}'|''|''",
+            "4|'OP_LAUNCH'|'ATEN_END'|'-op'|1005|77|78|'0'|'N/A'|'{}'|''|''",
+        ]
+    );
 }
 
 #[test]
@@ -530,7 +601,8 @@ fn again(test: &str, variable: &str, value: &str) -> Command {
 fn killed_at_any_time_the_dump_is_valid_to_its_last_row() {
     const CHILD: &str = "DUMP_TEST_KILLED_CHILD";
     if let Ok(output) = std::env::var(CHILD) {
-        let pipeline = Pipeline::start(config(Path::new(&output))).expect("writable");
+        let config = Config { formats: vec![Format::Csv, Format::Db], ..config(Path::new(&output)) };
+        let pipeline = Pipeline::start(config).expect("writable");
         for count in 1..=u64::MAX {
             pipeline.push(pta(count, 0, 0x1000 * count, 512, 512 * count));
             if count % 100 == 0 {
@@ -565,46 +637,60 @@ fn killed_at_any_time_the_dump_is_valid_to_its_last_row() {
         pushed.iter().filter(|(at, _)| killed - *at > Duration::from_millis(400)).map(|(_, n)| *n).max();
     let project =
         fs::read_dir(dir.path()).expect("made").next().expect("one process").expect("readable").path();
-    let dump = fs::read_dir(project.join("device_0/dump"))
+    let files: Vec<PathBuf> = fs::read_dir(project.join("device_0/dump"))
         .expect("made")
-        .next()
-        .expect("one file")
-        .expect("readable");
-    let text = fs::read_to_string(dump.path()).expect("text");
+        .map(|file| file.expect("readable").path())
+        .collect();
+    let file = |extension: &str| {
+        let mut found = files.iter().filter(|path| path.extension().is_some_and(|e| e == extension));
+        found.next().expect("both were asked for")
+    };
+    let flushed = flushed.expect("it ran for a second");
+    let text = fs::read_to_string(file("csv")).expect("text");
     assert!(text.ends_with(",,\n"), "the last row is whole");
-    assert!(text.lines().count() > flushed.expect("it ran for a second"), "rows reach the file within 0.4 s");
+    assert!(text.lines().count() > flushed, "rows reach the file within 0.4 s");
     for (number, line) in text.lines().skip(1).enumerate() {
         let start = format!("{number},MALLOC,PTA,N/A,{},77,78,0,", number + 1);
         assert!(line.starts_with(&start) && peer_cells(line).len() == 12, "{line}");
     }
+    let times = query(file("db"), "SELECT ID + 1, \"Timestamp(ns)\" FROM memscope_dump ORDER BY ID");
+    assert!(times.len() >= flushed, "rows are committed within 0.4 s");
+    for (number, time) in times.iter().enumerate() {
+        assert_eq!(*time, format!("{0}|{0}", number + 1));
+    }
+}
+
+/// Runs `test` again with a limit on the size of its files, which is a full disk to everybody but the signal that comes
+/// with it, and returns the summary that it got. The limit is one of the process, so it has a process of its own.
+fn summary_with_full_disk(test: &str, format: Format, output: &Path) -> Option<serde_json::Value> {
+    const CHILD: &str = "DUMP_TEST_FULL_CHILD";
+    const LIMIT: u64 = 100_000;
+    if let Ok(output) = std::env::var(CHILD) {
+        use nix::sys::resource::{Resource, setrlimit};
+        setrlimit(Resource::RLIMIT_FSIZE, LIMIT, LIMIT).expect("lower is allowed");
+        let config = Config { formats: vec![format], ..config(Path::new(&output)) };
+        let pipeline = Pipeline::start(config).expect("writable");
+        for count in 0..2000 {
+            pipeline.push(pta(count, 0, 0x1000 * count, 512, 512 * count));
+            if count % 200 == 199 {
+                std::thread::sleep(Duration::from_millis(250));
+            }
+        }
+        pipeline.push(pta(3000, 1, 0x1000, 512, 512));
+        let summary = serde_json::to_vec(&pipeline.finish()).expect("serializes");
+        fs::write(Path::new(&output).join("summary.json"), summary).expect("small enough");
+        return None;
+    }
+    let status = again(test, CHILD, &output.display().to_string()).status().expect("a child");
+    assert!(status.success(), "{status}: the limit must not end the process");
+    Some(serde_json::from_slice(&fs::read(output.join("summary.json")).expect("written")).expect("json"))
 }
 
 #[test]
-fn a_full_disk_ends_the_dump_at_its_last_whole_row() {
-    const CHILD: &str = "DUMP_TEST_FULL_CHILD";
-    // A limit on the size of files is a full disk to everybody but the signal that comes with it; the limit is one
-    // of the process, so this has a process of its own.
-    if let Ok(output) = std::env::var(CHILD) {
-        use nix::sys::resource::{Resource, setrlimit};
-        setrlimit(Resource::RLIMIT_FSIZE, 100_000, 100_000).expect("lower is allowed");
-        let pipeline = Pipeline::start(config(Path::new(&output))).expect("writable");
-        for count in 0..2000 {
-            pipeline.push(pta(count, 0, 0x1000 * count, 512, 512 * count));
-        }
-        pipeline.push(pta(3000, 1, 0x1000, 512, 512));
-        let summary = pipeline.finish();
-        fs::write(Path::new(&output).join("summary.json"), serde_json::to_vec(&summary).expect("serializes"))
-            .expect("small enough");
-        return;
-    }
+fn a_full_disk_ends_the_csv_at_its_last_whole_row() {
     let dir = tempfile::tempdir().expect("a directory");
-    let status =
-        again("a_full_disk_ends_the_dump_at_its_last_whole_row", CHILD, &dir.path().display().to_string())
-            .status()
-            .expect("a child");
-    assert!(status.success(), "{status}: the limit must not end the process");
-    let summary: serde_json::Value =
-        serde_json::from_slice(&fs::read(dir.path().join("summary.json")).expect("written")).expect("json");
+    let test = "a_full_disk_ends_the_csv_at_its_last_whole_row";
+    let Some(summary) = summary_with_full_disk(test, Format::Csv, dir.path()) else { return };
     let [full, other] = summary["files"].as_array().expect("files").as_slice() else { panic!("{summary}") };
 
     let path = Path::new(full["path"].as_str().expect("a path"));
@@ -618,6 +704,25 @@ fn a_full_disk_ends_the_dump_at_its_last_whole_row() {
     assert_eq!(full["failure"]["action"], "write");
     assert!(full["failure"]["reason"].as_str().expect("a reason").contains("too large"), "{full}");
 
+    assert_eq!(
+        (&other["rows"], &other["missing_rows"], &other["failure"]),
+        (&1.into(), &0.into(), &().into())
+    );
+}
+
+#[test]
+fn a_full_disk_ends_the_database_at_a_commit() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let test = "a_full_disk_ends_the_database_at_a_commit";
+    let Some(summary) = summary_with_full_disk(test, Format::Db, dir.path()) else { return };
+    let [full, other] = summary["files"].as_array().expect("files").as_slice() else { panic!("{summary}") };
+
+    let path = Path::new(full["path"].as_str().expect("a path"));
+    assert_eq!(full["failure"]["action"], "write");
+    let rows: u64 = query(path, "SELECT count(*) FROM memscope_dump")[0].parse().expect("a number");
+    assert!((200..2000).contains(&rows), "{rows}");
+    assert_eq!(full["rows"], rows);
+    assert_eq!(full["missing_rows"], 2000 - rows);
     assert_eq!(
         (&other["rows"], &other["missing_rows"], &other["failure"]),
         (&1.into(), &0.into(), &().into())

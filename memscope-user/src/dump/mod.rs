@@ -5,13 +5,15 @@
 //! rows back.
 //! `docs/output-formats.md` describes what is written.
 
-pub mod csv;
+mod csv;
+mod db;
 mod output;
 mod parse;
 mod pipeline;
 pub mod read;
 mod record;
 mod row;
+mod table;
 mod writer;
 
 pub use output::{Caller, OutputError};

@@ -13,7 +13,7 @@ use std::path::{Component, Path, PathBuf};
 
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, RenameFlags, openat, readlinkat, renameat2};
-use nix::sys::stat::{FileStat, Mode, SFlag, fstat, mkdirat};
+use nix::sys::stat::{FileStat, Mode, SFlag, fstat, fstatat, mkdirat};
 use nix::unistd::{AccessFlags, Gid, Uid, UnlinkatFlags, faccessat, fchown, geteuid, unlinkat};
 
 /// Symbolic links followed in one path before it counts as a loop, as in the kernel.
@@ -179,9 +179,29 @@ impl Dir {
         Ok(File::from(fd))
     }
 
-    /// Renames a file unless there is another one of the new name.
-    pub fn rename(&self, from: &str, to: &str) -> io::Result<()> {
-        Ok(renameat2(&self.fd, from, &self.fd, to, RenameFlags::RENAME_NOREPLACE)?)
+    /// Says in the name of a file that its end is missing. Returns the name that it has then.
+    pub fn mark_incomplete(&self, stem: &str, extension: &str) -> String {
+        let name = format!("{stem}.{extension}");
+        let incomplete = format!("{stem}.incomplete.{extension}");
+        let flags = RenameFlags::RENAME_NOREPLACE;
+        match renameat2(&self.fd, name.as_str(), &self.fd, incomplete.as_str(), flags) {
+            Ok(()) => incomplete,
+            Err(errno) => {
+                tracing::warn!("{}: cannot rename to {incomplete}: {errno}", self.path.join(&name).display());
+                name
+            }
+        }
+    }
+
+    /// Bytes of the file `name`; `None` when there is none.
+    pub fn size_of(&self, name: &str) -> Option<u64> {
+        let stat = fstatat(&self.fd, name, AtFlags::AT_SYMLINK_NOFOLLOW).ok()?;
+        u64::try_from(stat.st_size).ok()
+    }
+
+    /// The path by which the kernel knows this directory: without symbolic links.
+    pub fn real_path(&self) -> io::Result<PathBuf> {
+        std::fs::read_link(format!("/proc/self/fd/{}", self.fd.as_raw_fd()))
     }
 
     fn hand_over(&self) {

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::fs::File;
-use std::io;
+use std::io::{self, Seek};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -12,6 +12,7 @@ use crate::model::Tgid;
 use crate::text::sanitize;
 
 use super::csv::CsvSource;
+use super::db::{DbSource, is_database};
 use super::parse::{Continuity, Parsed, RowError};
 use super::row::Row;
 
@@ -36,7 +37,9 @@ pub enum ReadError {
         .path.display(), super::COLUMNS.join(",")
     )]
     NotADump { path: PathBuf, begin: String },
-    #[error("no dump (memscope_dump_*.csv) in {}", .path.display())]
+    #[error("{} is not a dump: it has no table {table} with the columns {}", .path.display(), super::COLUMNS.join(","))]
+    NoTable { path: PathBuf, table: &'static str },
+    #[error("no dump (memscope_dump_*.csv or .db) in {}", .path.display())]
     NothingFound { path: PathBuf },
     #[error(
         "cannot sort {}: {source}; {} needs room for the file once more, or set TMPDIR to another directory",
@@ -236,26 +239,41 @@ impl Iterator for Rows {
     }
 }
 
-/// Collects the dumps in a directory, at any depth, sorted by path.
+/// Collects the dumps in a directory, at any depth, sorted by path. Where there are dumps in both formats, they are the
+/// same ones twice.
 fn find(dir: &Path, files: &mut Vec<PathBuf>) -> io::Result<()> {
     let mut entries = std::fs::read_dir(dir)?.collect::<io::Result<Vec<_>>>()?;
     entries.sort_by_key(std::fs::DirEntry::file_name);
+    let (mut csv, mut db) = (Vec::new(), Vec::new());
     for entry in entries {
         let kind = entry.file_type()?;
         let name = entry.file_name();
         let name = name.to_string_lossy();
         if kind.is_dir() {
             find(&entry.path(), files)?;
-        } else if kind.is_file() && name.starts_with("memscope_dump_") && name.ends_with(".csv") {
-            files.push(entry.path());
+        } else if kind.is_file() && name.starts_with("memscope_dump_") {
+            if name.ends_with(".csv") {
+                csv.push(entry.path());
+            } else if name.ends_with(".db") {
+                db.push(entry.path());
+            }
         }
     }
+    files.append(if csv.is_empty() { &mut db } else { &mut csv });
     Ok(())
 }
 
 fn open_file(path: &Path, memory: usize) -> Result<Box<dyn Source>, ReadError> {
-    let file = File::open(path).map_err(|source| ReadError::read(path, source))?;
-    Ok(Box::new(CsvSource::open(path.into(), file, memory)?))
+    let failed = |source| ReadError::read(path, source);
+    let mut file = File::open(path).map_err(failed)?;
+    let is_database = is_database(&mut file).map_err(failed)?;
+    file.rewind().map_err(failed)?;
+    let path = Arc::from(path);
+    Ok(if is_database {
+        Box::new(DbSource::open(path)?)
+    } else {
+        Box::new(CsvSource::open(path, file, memory)?)
+    })
 }
 
 /// Merges the files and sends what comes of it, until nobody takes it any more.

@@ -10,10 +10,12 @@ use serde::Serialize;
 
 use crate::model::{EventKind, Tgid};
 
-use super::csv::{CsvFile, Stopped};
+use super::csv::CsvFile;
+use super::db::DbFile;
 use super::output::{Caller, Dir, OutputError, Root};
 use super::record::{Record, records};
 use super::row::{Fact, Place, Row};
+use super::table::{Stopped, TableFile};
 
 /// Device-less rows kept for the files that a process opens later.
 const KEPT_ROWS: usize = 1024;
@@ -34,6 +36,8 @@ pub struct Config {
 #[serde(rename_all = "lowercase")]
 pub enum Format {
     Csv,
+    /// SQLite, which MindStudio Insight opens.
+    Db,
 }
 
 /// What became of one file.
@@ -299,7 +303,7 @@ fn make_project_dir(root: &Dir, tgid: Tgid) -> Result<Dir, Refused> {
 struct Table {
     path: PathBuf,
     format: Format,
-    file: Option<CsvFile>,
+    file: Option<Box<dyn TableFile>>,
     rows: u64,
     bytes: u64,
     missing_rows: u64,
@@ -336,8 +340,18 @@ impl Table {
             }
         };
         let stem = format!("memscope_dump_{}", jiff::ZonedDateTime::now().strftime("%Y%m%d%H%M%S"));
-        table.path = dir.path().join(format!("{stem}.csv"));
-        match CsvFile::create(dir, stem) {
+        table.path = dir.path().join(&stem);
+        let file: io::Result<Box<dyn TableFile>> = match format {
+            Format::Csv => {
+                table.path.set_extension("csv");
+                CsvFile::create(dir, stem).map(|file| Box::new(file) as _)
+            }
+            Format::Db => {
+                table.path.set_extension("db");
+                DbFile::create(dir, stem).map(|file| Box::new(file) as _)
+            }
+        };
+        match file {
             Ok(file) => table.file = Some(file),
             Err(error) => table.failure = Some(WriteFailure::new("create the file", &error)),
         }
@@ -363,23 +377,32 @@ impl Table {
     }
 
     fn check(&mut self, result: Result<(), Stopped>) {
-        let Err(stopped) = result else { return };
+        if let Err(stopped) = result {
+            self.stop(stopped);
+        }
+    }
+
+    fn stop(&mut self, stopped: Stopped) {
+        let Stopped { reason, name, lost_rows, bytes } = stopped;
         tracing::warn!(
-            "{}: {}; the dump of this device ends here, tracing goes on",
-            self.path.display(),
-            stopped.error
+            "{}: {reason}; the dump of this device ends here, tracing goes on",
+            self.path.display()
         );
-        self.rows -= stopped.lost_rows;
-        self.missing_rows += stopped.lost_rows;
-        self.failure = Some(WriteFailure::new("write", &stopped.error));
-        self.path.set_file_name(&stopped.name);
-        self.bytes = self.file.take().map_or(0, |file| file.bytes());
+        self.rows -= lost_rows;
+        self.missing_rows += lost_rows;
+        self.failure = Some(WriteFailure { action: "write", reason });
+        self.path.set_file_name(name);
+        self.bytes = bytes;
+        self.file = None;
     }
 
     fn finish(mut self, pid: Tgid, place: Place) -> FileReport {
-        self.flush();
-        let bytes = self.file.as_ref().map_or(self.bytes, CsvFile::bytes);
-        let Table { path, format, rows, missing_rows, failure, .. } = self;
+        match self.file.take().map(|file| file.close()) {
+            Some(Ok(bytes)) => self.bytes = bytes,
+            Some(Err(stopped)) => self.stop(stopped),
+            None => {}
+        }
+        let Table { path, format, rows, bytes, missing_rows, failure, .. } = self;
         FileReport { path, format, pid, device: Some(place), rows, bytes, missing_rows, failure }
     }
 }

@@ -8,15 +8,15 @@ use crate::dump::COLUMNS;
 use crate::dump::output::Dir;
 use crate::dump::record::{Label, Owner, Record, Value};
 use crate::dump::row::Row;
+use crate::dump::table::{Stopped, TableFile};
 use crate::text::sanitize;
 
 /// Bytes gathered before they are written without waiting for a flush.
 const CAPACITY: usize = 64 * 1024;
 
-const SUFFIX: &str = "csv";
-const INCOMPLETE_SUFFIX: &str = "incomplete.csv";
+/// Ending of the name.
+const EXTENSION: &str = "csv";
 
-/// The file behind a table; after the first error it takes nothing more.
 pub(in crate::dump) struct CsvFile {
     dir: Dir,
     stem: String,
@@ -26,52 +26,14 @@ pub(in crate::dump) struct CsvFile {
     written: u64,
 }
 
-/// Why and in what state a file was given up.
-pub(in crate::dump) struct Stopped {
-    pub error: io::Error,
-    /// Name of the file now.
-    pub name: String,
-    /// Rows that were taken but did not reach the file.
-    pub lost_rows: u64,
-}
-
 impl CsvFile {
     /// Creates `<stem>.csv`.
     pub fn create(dir: Dir, stem: String) -> io::Result<Self> {
-        let file = dir.create(&format!("{stem}.{SUFFIX}"))?;
+        let file = dir.create(&format!("{stem}.{EXTENSION}"))?;
         let mut buffer = Vec::with_capacity(CAPACITY + 4096);
         buffer.extend_from_slice(COLUMNS.join(",").as_bytes());
         buffer.push(b'\n');
         Ok(CsvFile { dir, stem, file, buffer, written: 0 })
-    }
-
-    pub fn name(&self) -> String {
-        format!("{}.{SUFFIX}", self.stem)
-    }
-
-    /// Bytes in the file once the buffer is flushed.
-    pub fn bytes(&self) -> u64 {
-        self.written + self.buffer.len() as u64
-    }
-
-    pub fn put(&mut self, id: u64, row: &Row, record: &Record<'_>) -> Result<(), Stopped> {
-        encode(&mut self.buffer, id, row, record);
-        if self.buffer.len() >= CAPACITY { self.flush() } else { Ok(()) }
-    }
-
-    pub fn flush(&mut self) -> Result<(), Stopped> {
-        let mut done = 0;
-        while let Some(rest) = self.buffer.get(done..).filter(|rest| !rest.is_empty()) {
-            match self.file.write(rest) {
-                Ok(0) => return Err(self.stop(done, io::ErrorKind::WriteZero.into())),
-                Ok(count) => done += count,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(self.stop(done, error)),
-            }
-        }
-        self.written += done as u64;
-        self.buffer.clear();
-        Ok(())
     }
 
     /// Cuts the file back to its last whole line and says in its name that there is an end missing.
@@ -89,18 +51,35 @@ impl CsvFile {
                 self.dir.path().display()
             );
         }
-        let incomplete = format!("{}.{INCOMPLETE_SUFFIX}", self.stem);
-        let name = match self.dir.rename(&self.name(), &incomplete) {
-            Ok(()) => incomplete,
-            Err(error) => {
-                tracing::warn!(
-                    "{}: cannot rename to {incomplete}: {error}",
-                    self.dir.path().join(self.name()).display()
-                );
-                self.name()
+        let name = self.dir.mark_incomplete(&self.stem, EXTENSION);
+        Stopped { reason: error.to_string(), name, lost_rows, bytes: self.written }
+    }
+}
+
+impl TableFile for CsvFile {
+    fn put(&mut self, id: u64, row: &Row, record: &Record<'_>) -> Result<(), Stopped> {
+        encode(&mut self.buffer, id, row, record);
+        if self.buffer.len() >= CAPACITY { self.flush() } else { Ok(()) }
+    }
+
+    fn flush(&mut self) -> Result<(), Stopped> {
+        let mut done = 0;
+        while let Some(rest) = self.buffer.get(done..).filter(|rest| !rest.is_empty()) {
+            match self.file.write(rest) {
+                Ok(0) => return Err(self.stop(done, io::ErrorKind::WriteZero.into())),
+                Ok(count) => done += count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(self.stop(done, error)),
             }
-        };
-        Stopped { error, name, lost_rows }
+        }
+        self.written += done as u64;
+        self.buffer.clear();
+        Ok(())
+    }
+
+    fn close(mut self: Box<Self>) -> Result<u64, Stopped> {
+        self.flush()?;
+        Ok(self.written)
     }
 }
 
