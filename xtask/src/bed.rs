@@ -10,9 +10,10 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::command::root;
 use crate::sim::elf::{self, Interface};
 use crate::sim::stub::{Body, Data, Stub};
-use crate::sim::{self, Arch, Build, Layout, Names, execute, workspace};
+use crate::sim::{self, Arch, Build, Layout, Names, execute};
 
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -91,7 +92,7 @@ pub fn ensure(version: &str, layout: Option<Layout>) -> Result<Bed, Error> {
     };
     let layout = layout.unwrap_or(if minor >= 10 { Layout::V9 } else { Layout::V8 });
 
-    let dir = workspace().join("target/bed").join(version);
+    let dir = root().join("target/bed").join(version);
     make_directory(&dir)?;
     let lock = File::create(dir.join(".lock")).map_err(|why| sim::Error::file(&dir, why))?;
     lock.lock().map_err(|why| sim::Error::file(&dir, why))?;
@@ -110,7 +111,7 @@ pub fn ensure(version: &str, layout: Option<Layout>) -> Result<Bed, Error> {
         make_directory(&cann.join(folder))?;
     }
     let names = names(&bed)?;
-    Build { layout, target: None, lib64: &bed.lib64, names: &names }.ensure()?;
+    Build { layout, target: None, lib64: &bed.lib64, names: &names, workload: None }.ensure()?;
     bed.write_launcher(layout)?;
 
     let tried = bed.dir.join(".tried");
@@ -145,7 +146,7 @@ fn install(dir: &Path, version: &str, torch: &str) -> Result<(), Error> {
 
     let site_packages = site_packages(dir)?;
     let hook = "sim_cann_cpu_build";
-    let source = workspace().join("tests/sim-cann/python").join(hook).with_extension("py");
+    let source = root().join("tests/sim-cann/python").join(hook).with_extension("py");
     let target = site_packages.join(hook).with_extension("py");
     fs::copy(&source, &target).map_err(|why| sim::Error::file(&source, why))?;
     write(&target.with_extension("pth"), &format!("import {hook}\n"))?;

@@ -11,6 +11,8 @@ use std::process::Command;
 
 use stub::{Body, Stub};
 
+use crate::command::{cargo, root};
+
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Which CANN's library names to take
@@ -128,18 +130,12 @@ pub type Names = BTreeMap<String, BTreeSet<String>>;
 pub fn ensure(layout: Layout, target: Option<&str>, out: Option<&Path>) -> Result<Sim, Error> {
     let directory = match out {
         Some(out) => out.to_owned(),
-        None => workspace().join("target/sim").join(layout.name()).join(target.unwrap_or("")),
+        None => root().join("target/sim").join(layout.name()).join(target.unwrap_or("")),
     };
-    let lib64 = directory.join("lib64");
-    let build = Build { layout, target, lib64: &lib64, names: &Names::new() };
+    let (lib64, workload) = (directory.join("lib64"), directory.join("native-workload"));
+    let build = Build { layout, target, lib64: &lib64, names: &Names::new(), workload: Some(&workload) };
     build.ensure()?;
-    Ok(Sim { workload: build.workload(&directory)?, lib64 })
-}
-
-/// The root of the source tree.
-pub fn workspace() -> &'static Path {
-    let xtask = Path::new(env!("CARGO_MANIFEST_DIR"));
-    xtask.parent().unwrap_or(xtask)
+    Ok(Sim { lib64, workload })
 }
 
 /// Runs a command to its end; its output is shown only when it fails.
@@ -198,6 +194,8 @@ pub struct Build<'a> {
     pub lib64: &'a Path,
     /// What must be there beside the simulation, answering 0. ACL's names go by libascendcl.so.
     pub names: &'a Names,
+    /// Where to put the native workload, if it is wanted; it looks for its libraries in lib64 beside it.
+    pub workload: Option<&'a Path>,
 }
 
 impl Build<'_> {
@@ -212,15 +210,20 @@ impl Build<'_> {
             return Ok(());
         }
         self.make()?;
+        if let Some(workload) = self.workload {
+            self.make_workload(workload)?;
+        }
         fs::write(&stamp, wanted).map_err(|why| Error::file(&stamp, why))
     }
 
     /// Everything that the result depends on, as text.
     fn fingerprint(&self) -> Result<String, Error> {
         let mut text = format!("{:?} {:?} {:?}\n", self.layout, self.target, self.names);
-        let mut folders: Vec<PathBuf> =
-            ["tests/sim-cann", "xtask/src/sim"].iter().map(|folder| workspace().join(folder)).collect();
-        let mut files = vec![workspace().join("xtask/src/sim.rs"), workspace().join("Cargo.lock")];
+        let mut folders: Vec<PathBuf> = ["tests/sim-cann", "tests/workloads/native", "xtask/src/sim"]
+            .iter()
+            .map(|folder| root().join(folder))
+            .collect();
+        let mut files = vec![root().join("xtask/src/sim.rs"), root().join("Cargo.lock")];
         while let Some(folder) = folders.pop() {
             for entry in fs::read_dir(&folder).map_err(|why| Error::file(&folder, why))? {
                 let path = entry.map_err(|why| Error::file(&folder, why))?.path();
@@ -307,8 +310,7 @@ impl Build<'_> {
         replace(&built, &self.lib64.join(library.file))
     }
 
-    /// Compiles the native workload into `directory`, to run on the libraries in its lib64.
-    fn workload(&self, directory: &Path) -> Result<PathBuf, Error> {
+    fn make_workload(&self, file: &Path) -> Result<PathBuf, Error> {
         let mut arguments = vec![String::from("-Clink-arg=-Wl,-rpath,$ORIGIN/lib64")];
         arguments.push(format!("-Clink-arg=-Wl,-rpath-link,{}", self.lib64.display()));
         for needed in [self.layout.acl(), "libruntime.so", "libms_tools_ext.so"] {
@@ -317,13 +319,13 @@ impl Build<'_> {
         arguments.extend(FRAMES.map(String::from));
         let target = ["--bin", "native-workload", "--features", "linked"];
         let built = self.cargo("native-workload", &target, &arguments)?;
-        replace(&built, &directory.join("native-workload"))
+        replace(&built, file)
     }
 
     /// Builds one target of a package and gives the file.
     fn cargo(&self, package: &str, target: &[&str], arguments: &[String]) -> Result<PathBuf, Error> {
-        let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-        command.current_dir(workspace()).args(["rustc", "--quiet", "--release", "--package", package]);
+        let mut command = cargo();
+        command.args(["rustc", "--quiet", "--release", "--package", package]);
         command.arg("--message-format=json-render-diagnostics").args(target);
         if let Some(triple) = self.target {
             let variable = format!("CARGO_TARGET_{}_LINKER", triple.to_uppercase().replace('-', "_"));
