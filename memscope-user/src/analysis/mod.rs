@@ -3,6 +3,7 @@
 pub mod fluctuation;
 pub mod leaks;
 pub mod marks;
+pub mod offline_leaks;
 pub mod oom;
 pub mod reconcile;
 
