@@ -13,7 +13,7 @@ use std::process::Command;
 use crate::command::root;
 use crate::sim::elf::{self, Interface};
 use crate::sim::stub::{Body, Data, Stub};
-use crate::sim::{self, Arch, Build, Layout, Names, execute};
+use crate::sim::{self, Arch, Layout, Names, execute};
 
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -110,8 +110,7 @@ pub fn ensure(version: &str, layout: Option<Layout>) -> Result<Bed, Error> {
     for folder in ["runtime", "compiler", "opp"] {
         make_directory(&cann.join(folder))?;
     }
-    let names = names(&bed)?;
-    Build { layout, target: None, lib64: &bed.lib64, names: &names, workload: None }.ensure()?;
+    sim::furnish(layout, &bed.lib64, &names(&bed)?)?;
     bed.write_launcher(layout)?;
 
     let tried = bed.dir.join(".tried");

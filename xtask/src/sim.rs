@@ -126,16 +126,64 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
 /// Names that a generated library must export beside what the simulation has, by library.
 pub type Names = BTreeMap<String, BTreeSet<String>>;
 
-/// Builds the libraries and the native workload, or finds them built.
+/// Builds the libraries and the native workload, or finds them built from the sources as they are.
 pub fn ensure(layout: Layout, target: Option<&str>, out: Option<&Path>) -> Result<Sim, Error> {
     let directory = match out {
         Some(out) => out.to_owned(),
         None => root().join("target/sim").join(layout.name()).join(target.unwrap_or("")),
     };
     let (lib64, workload) = (directory.join("lib64"), directory.join("native-workload"));
-    let build = Build { layout, target, lib64: &lib64, names: &Names::new(), workload: Some(&workload) };
-    build.ensure()?;
+    let build = Build { layout, target, lib64: &lib64 };
+    once(&lib64, fingerprint()?, || {
+        build.compile()?;
+        build.generate(&Names::new())?;
+        build.compile_workload(&workload)
+    })?;
     Ok(Sim { lib64, workload })
+}
+
+/// Makes a directory of the libraries for this machine that exports `names`, too.
+pub fn furnish(layout: Layout, lib64: &Path, names: &Names) -> Result<(), Error> {
+    let sim = ensure(layout, None, None)?;
+    once(lib64, format!("{names:?}\n{}", fingerprint()?), || {
+        for library in libraries(layout) {
+            replace(&sim.lib64.join(library.file), &lib64.join(library.file))?;
+        }
+        Build { layout, target: None, lib64 }.generate(names)
+    })
+}
+
+/// Lets `make` fill a directory, unless it did so before from the same `inputs`. One process at a time.
+fn once(directory: &Path, inputs: String, make: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
+    fs::create_dir_all(directory).map_err(|why| Error::file(directory, why))?;
+    let lock = File::create(directory.join(".lock")).map_err(|why| Error::file(directory, why))?;
+    lock.lock().map_err(|why| Error::file(directory, why))?;
+    let stamp = directory.join(".inputs");
+    if fs::read_to_string(&stamp).is_ok_and(|found| found == inputs) {
+        return Ok(());
+    }
+    make()?;
+    fs::write(&stamp, inputs).map_err(|why| Error::file(&stamp, why))
+}
+
+/// The sources that a build depends on: names, sizes and times.
+fn fingerprint() -> Result<String, Error> {
+    let mut text = String::new();
+    let mut folders =
+        ["tests/sim-cann", "tests/workloads/native", "xtask/src/sim"].map(|f| root().join(f)).to_vec();
+    let mut files = vec![root().join("xtask/src/sim.rs")];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).map_err(|why| Error::file(&folder, why))? {
+            let path = entry.map_err(|why| Error::file(&folder, why))?.path();
+            if path.is_dir() { folders.push(path) } else { files.push(path) }
+        }
+    }
+    files.sort();
+    for file in files {
+        let meta = fs::metadata(&file).map_err(|why| Error::file(&file, why))?;
+        text.push_str(&format!("{} {} {:?}\n", file.display(), meta.len(), meta.modified().ok()));
+    }
+    Ok(text)
 }
 
 /// Runs a command to its end; its output is shown only when it fails.
@@ -185,59 +233,15 @@ fn libraries(layout: Layout) -> Vec<Library> {
     ]
 }
 
-/// A directory of simulated libraries to build.
-#[derive(Debug)]
-pub struct Build<'a> {
-    pub layout: Layout,
+/// A directory of simulated libraries, for one machine.
+struct Build<'a> {
+    layout: Layout,
     /// Target triple; None: this machine.
-    pub target: Option<&'a str>,
-    pub lib64: &'a Path,
-    /// What must be there beside the simulation, answering 0. ACL's names go by libascendcl.so.
-    pub names: &'a Names,
-    /// Where to put the native workload, if it is wanted; it looks for its libraries in lib64 beside it.
-    pub workload: Option<&'a Path>,
+    target: Option<&'a str>,
+    lib64: &'a Path,
 }
 
 impl Build<'_> {
-    /// Builds the libraries unless they are there, made from the same sources and names.
-    pub fn ensure(&self) -> Result<(), Error> {
-        fs::create_dir_all(self.lib64).map_err(|why| Error::file(self.lib64, why))?;
-        let lock = File::create(self.lib64.join(".lock")).map_err(|why| Error::file(self.lib64, why))?;
-        lock.lock().map_err(|why| Error::file(self.lib64, why))?;
-        let stamp = self.lib64.join(".stamp");
-        let wanted = self.fingerprint()?;
-        if fs::read_to_string(&stamp).is_ok_and(|found| found == wanted) {
-            return Ok(());
-        }
-        self.make()?;
-        if let Some(workload) = self.workload {
-            self.make_workload(workload)?;
-        }
-        fs::write(&stamp, wanted).map_err(|why| Error::file(&stamp, why))
-    }
-
-    /// Everything that the result depends on, as text.
-    fn fingerprint(&self) -> Result<String, Error> {
-        let mut text = format!("{:?} {:?} {:?}\n", self.layout, self.target, self.names);
-        let mut folders: Vec<PathBuf> = ["tests/sim-cann", "tests/workloads/native", "xtask/src/sim"]
-            .iter()
-            .map(|folder| root().join(folder))
-            .collect();
-        let mut files = vec![root().join("xtask/src/sim.rs"), root().join("Cargo.lock")];
-        while let Some(folder) = folders.pop() {
-            for entry in fs::read_dir(&folder).map_err(|why| Error::file(&folder, why))? {
-                let path = entry.map_err(|why| Error::file(&folder, why))?.path();
-                if path.is_dir() { folders.push(path) } else { files.push(path) }
-            }
-        }
-        files.sort();
-        for file in files {
-            let meta = fs::metadata(&file).map_err(|why| Error::file(&file, why))?;
-            text.push_str(&format!("{} {} {:?}\n", file.display(), meta.len(), meta.modified().ok()));
-        }
-        Ok(text)
-    }
-
     fn arch(&self) -> Result<Arch, Error> {
         let name = self.target.and_then(|triple| triple.split('-').next()).unwrap_or(std::env::consts::ARCH);
         Arch::of(name)
@@ -250,7 +254,8 @@ impl Build<'_> {
         self.target.filter(|triple| !triple.starts_with(std::env::consts::ARCH)).map_or_else(native, cross)
     }
 
-    fn make(&self) -> Result<(), Error> {
+    /// Compiles the libraries of tests/sim-cann.
+    fn compile(&self) -> Result<(), Error> {
         let (arch, compiler) = (self.arch()?, self.compiler());
         let libraries = libraries(self.layout);
         // A library links to the ones it needs by their names alone, so those that can only be generated once
@@ -261,19 +266,35 @@ impl Build<'_> {
                 Stub::default().link(&compiler, arch, self.lib64, file)?;
             }
         }
+        for library in &libraries {
+            let mut arguments = vec![format!("-Clink-arg=-Wl,-soname,{}", library.file)];
+            arguments.push(String::from("-Clink-arg=-Wl,--no-as-needed,-rpath,$ORIGIN"));
+            for needed in library.needed.iter().chain(&library.rest) {
+                arguments.push(format!("-Clink-arg={}", self.lib64.join(needed).display()));
+            }
+            arguments.extend(FRAMES.map(String::from));
+            let built = self.cargo("sim-cann", &["--example", library.example], &arguments)?;
+            if arch == Arch::X86_64 {
+                check_entries(&built)?;
+            }
+            replace(&built, &self.lib64.join(library.file))?;
+        }
+        Ok(())
+    }
+
+    /// Generates the libraries that have nothing but entry points: ACL's front, and what `names` asks for
+    /// beside the simulation, answering 0. ACL's names go by libascendcl.so.
+    fn generate(&self, names: &Names) -> Result<(), Error> {
+        let (arch, compiler) = (self.arch()?, self.compiler());
+        let libraries = libraries(self.layout);
         let mut exports = BTreeSet::new();
         for library in &libraries {
-            let file = self.compile(library)?;
-            if arch == Arch::X86_64 {
-                check_entries(&file)?;
-            }
-            exports.extend(elf::read(&file)?.exports.into_iter().map(|export| export.name));
+            let interface = elf::read(&self.lib64.join(library.file))?;
+            exports.extend(interface.exports.into_iter().map(|export| export.name));
         }
-
-        let mut names = self.names.clone();
-        let mut rest_of = |library: &str| {
-            let names = names.remove(library).unwrap_or_default();
-            Stub::returning(names.into_iter().filter(|name| !exports.contains(name)), 0)
+        let rest_of = |library: &str| {
+            let names = names.get(library).into_iter().flatten();
+            Stub::returning(names.filter(|name| !exports.contains(*name)).cloned(), 0)
         };
         for library in &libraries {
             if let Some(file) = library.rest {
@@ -292,25 +313,15 @@ impl Build<'_> {
             let shell = Stub { needed: vec![acl], ..Stub::default() };
             shell.link(&compiler, arch, self.lib64, "libascendcl.so")?;
         }
-        for (file, names) in names {
-            Stub::returning(names, 0).link(&compiler, arch, self.lib64, &file)?;
+        let simulated = |file: &str| file == "libascendcl.so" || libraries.iter().any(|l| l.file == file);
+        for file in names.keys().filter(|file| !simulated(file)) {
+            rest_of(file).link(&compiler, arch, self.lib64, file)?;
         }
         Ok(())
     }
 
-    /// Compiles one library into its place.
-    fn compile(&self, library: &Library) -> Result<PathBuf, Error> {
-        let mut arguments = vec![format!("-Clink-arg=-Wl,-soname,{}", library.file)];
-        arguments.push(String::from("-Clink-arg=-Wl,--no-as-needed,-rpath,$ORIGIN"));
-        for needed in library.needed.iter().chain(&library.rest) {
-            arguments.push(format!("-Clink-arg={}", self.lib64.join(needed).display()));
-        }
-        arguments.extend(FRAMES.map(String::from));
-        let built = self.cargo("sim-cann", &["--example", library.example], &arguments)?;
-        replace(&built, &self.lib64.join(library.file))
-    }
-
-    fn make_workload(&self, file: &Path) -> Result<PathBuf, Error> {
+    /// Compiles the native workload, which looks for its libraries in lib64 beside it.
+    fn compile_workload(&self, file: &Path) -> Result<(), Error> {
         let mut arguments = vec![String::from("-Clink-arg=-Wl,-rpath,$ORIGIN/lib64")];
         arguments.push(format!("-Clink-arg=-Wl,-rpath-link,{}", self.lib64.display()));
         for needed in [self.layout.acl(), "libruntime.so", "libms_tools_ext.so"] {
@@ -350,12 +361,12 @@ impl Build<'_> {
 }
 
 /// Puts a copy of `from` at `to` in one step: processes that run on the old file keep it.
-fn replace(from: &Path, to: &Path) -> Result<PathBuf, Error> {
+fn replace(from: &Path, to: &Path) -> Result<(), Error> {
     let directory = to.parent().unwrap_or(Path::new("."));
     let copy = tempfile::NamedTempFile::new_in(directory).map_err(|why| Error::file(directory, why))?;
     fs::copy(from, copy.path()).map_err(|why| Error::file(from, why))?;
     copy.persist(to).map_err(|error| Error::file(to, error.error))?;
-    Ok(to.to_owned())
+    Ok(())
 }
 
 /// Uprobes emulate `push %rbp` and direct jumps; on anything else here they would single-step.
