@@ -1,5 +1,6 @@
 //! What the events mean: one file per analysis, all over the same event stream.
 
+pub mod compare;
 pub mod fluctuation;
 pub mod leaks;
 pub mod marks;
