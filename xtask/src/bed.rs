@@ -12,7 +12,7 @@ use std::process::Command;
 
 use crate::command::root;
 use crate::sim::elf::{self, Interface};
-use crate::sim::stub::{Body, Data, Stub};
+use crate::sim::stub::{Body, Data, Stub, is_constructor};
 use crate::sim::{self, Arch, Layout, Names, execute};
 
 #[derive(Debug, clap::Args)]
@@ -217,7 +217,7 @@ fn shadow_cuda(torch_lib: &Path, shadow: &Path) -> Result<(), sim::Error> {
         });
         match original {
             // One of NVIDIA's without a version: the loader does not care which library it comes from.
-            None if name.starts_with("cu") || name.starts_with("nv") => {
+            None if ["cu", "nv", "nccl"].iter().any(|start| name.starts_with(start)) => {
                 stubs.entry(any).or_default().functions.insert(name, Body::Return(NO_DEVICE));
             }
             None => {}
@@ -225,7 +225,8 @@ fn shadow_cuda(torch_lib: &Path, shadow: &Path) -> Result<(), sim::Error> {
                 let file = if stubs.contains_key(file) { file } else { any };
                 let stub = stubs.entry(file).or_default();
                 if export.is_function {
-                    stub.functions.insert(name, Body::ReturnZeros);
+                    let constructs = is_constructor(&name);
+                    stub.functions.insert(name, if constructs { Body::Construct } else { Body::ReturnZeros });
                 } else {
                     let is_type = name.starts_with("_ZTI");
                     stub.data.insert(

@@ -207,31 +207,34 @@ struct Library {
     /// The example that it is.
     example: &'static str,
     file: &'static str,
+    /// For DT_NEEDED, in order. Those that are no library of tests/sim-cann are generated.
     needed: Vec<&'static str>,
-    /// The generated library beside it with the names that the simulation does not have, needed by it.
-    rest: Option<&'static str>,
 }
 
 fn libraries(layout: Layout) -> Vec<Library> {
-    let library = |example, file, needed: &[&'static str], rest| Library {
-        example,
-        file,
-        needed: needed.to_vec(),
-        rest,
-    };
+    let library = |example, file, needed: &[&'static str]| Library { example, file, needed: needed.to_vec() };
     let acl = layout.acl();
     vec![
-        library("ascend_hal", "libascend_hal.so", &[], None),
-        library("runtime", "libruntime.so", &["libascend_hal.so"], Some("libruntime_common.so")),
-        library("acl_impl", layout.acl_impl(), &["libruntime.so"], None),
-        library("ms_tools_ext", "libms_tools_ext.so", &[], None),
-        library("nnopbase", "libnnopbase.so", &[acl, "libruntime.so"], None),
-        library("opapi", "libopapi.so", &["libnnopbase.so"], Some("libopapi_nn.so")),
-        library("hccl", "libhccl.so", &["libruntime.so"], Some("libhcomm.so")),
-        library("acl_op_compiler", "libacl_op_compiler.so", &[acl], Some("libacl_op_executor.so")),
-        library("mindspore_memory_pool", "libmindspore_memory_pool.so", &[acl], None),
+        library("ascend_hal", "libascend_hal.so", &[]),
+        library("runtime", "libruntime.so", &["libascend_hal.so", "libruntime_common.so", "libprofapi.so"]),
+        library("acl_impl", layout.acl_impl(), &["libruntime.so"]),
+        library("ms_tools_ext", "libms_tools_ext.so", &[]),
+        library("nnopbase", "libnnopbase.so", &[acl, "libruntime.so"]),
+        library("opapi", "libopapi.so", &["libnnopbase.so", "libopapi_nn.so"]),
+        library("hccl", "libhccl.so", &["libruntime.so", "libhcomm.so"]),
+        library("acl_op_compiler", "libacl_op_compiler.so", &[acl, "libacl_op_executor.so"]),
+        library("mindspore_memory_pool", "libmindspore_memory_pool.so", &[acl]),
     ]
 }
+
+/// Where names that a library of tests/sim-cann is asked for and does not have are put: generated libraries
+/// that it needs.
+const RESTS: [(&str, &str); 4] = [
+    ("libruntime.so", "libruntime_common.so"),
+    ("libopapi.so", "libopapi_nn.so"),
+    ("libhccl.so", "libhcomm.so"),
+    ("libacl_op_compiler.so", "libacl_op_executor.so"),
+];
 
 /// A directory of simulated libraries, for one machine.
 struct Build<'a> {
@@ -260,16 +263,16 @@ impl Build<'_> {
         let libraries = libraries(self.layout);
         // A library links to the ones it needs by their names alone, so those that can only be generated once
         // all exports are known stand there empty at first.
-        let generated = libraries.iter().filter_map(|library| library.rest);
-        for file in generated.chain([self.layout.acl()]) {
-            if !self.lib64.join(file).exists() {
+        for file in libraries.iter().flat_map(|library| &library.needed) {
+            let compiled = libraries.iter().any(|library| library.file == *file);
+            if !compiled && !self.lib64.join(file).exists() {
                 Stub::default().link(&compiler, arch, self.lib64, file)?;
             }
         }
         for library in &libraries {
             let mut arguments = vec![format!("-Clink-arg=-Wl,-soname,{}", library.file)];
             arguments.push(String::from("-Clink-arg=-Wl,--no-as-needed,-rpath,$ORIGIN"));
-            for needed in library.needed.iter().chain(&library.rest) {
+            for needed in &library.needed {
                 arguments.push(format!("-Clink-arg={}", self.lib64.join(needed).display()));
             }
             arguments.extend(FRAMES.map(String::from));
@@ -292,30 +295,36 @@ impl Build<'_> {
             let interface = elf::read(&self.lib64.join(library.file))?;
             exports.extend(interface.exports.into_iter().map(|export| export.name));
         }
-        let rest_of = |library: &str| {
-            let names = names.get(library).into_iter().flatten();
-            Stub::returning(names.filter(|name| !exports.contains(*name)).cloned(), 0)
-        };
+        // Every library to generate, with what it must export.
+        let mut stubs = BTreeMap::<&str, BTreeSet<&String>>::new();
+        for file in libraries.iter().flat_map(|library| &library.needed) {
+            stubs.entry(file).or_default();
+        }
+        for (library, names) in names {
+            let library = if library == "libascendcl.so" { self.layout.acl() } else { library };
+            let rest = RESTS.iter().find(|(simulated, _)| *simulated == library).map(|(_, rest)| *rest);
+            let names = names.iter().filter(|name| !exports.contains(*name));
+            stubs.entry(rest.unwrap_or(library)).or_default().extend(names);
+        }
         for library in &libraries {
-            if let Some(file) = library.rest {
-                rest_of(library.file).link(&compiler, arch, self.lib64, file)?;
-            }
+            stubs.remove(library.file);
         }
-        let mut acl = rest_of("libascendcl.so");
-        for target in exports.iter().filter(|name| name.starts_with("acl")) {
-            if let Some(name) = target.strip_suffix("Impl") {
-                acl.functions.insert(name.to_owned(), Body::Jump(target.clone()));
+        for (file, names) in stubs {
+            let mut stub = Stub::returning(names.into_iter().cloned(), 0);
+            if file == self.layout.acl() {
+                stub.needed = vec![self.lib64.join(self.layout.acl_impl())];
+                let bodies = exports.iter().filter(|name| name.starts_with("acl"));
+                for body in bodies {
+                    if let Some(name) = body.strip_suffix("Impl") {
+                        stub.functions.insert(name.to_owned(), Body::Jump(body.clone()));
+                    }
+                }
             }
+            stub.link(&compiler, arch, self.lib64, file)?;
         }
-        acl.needed = vec![self.lib64.join(self.layout.acl_impl())];
-        let acl = acl.link(&compiler, arch, self.lib64, self.layout.acl())?;
         if self.layout == Layout::V9 {
-            let shell = Stub { needed: vec![acl], ..Stub::default() };
+            let shell = Stub { needed: vec![self.lib64.join(self.layout.acl())], ..Stub::default() };
             shell.link(&compiler, arch, self.lib64, "libascendcl.so")?;
-        }
-        let simulated = |file: &str| file == "libascendcl.so" || libraries.iter().any(|l| l.file == file);
-        for file in names.keys().filter(|file| !simulated(file)) {
-            rest_of(file).link(&compiler, arch, self.lib64, file)?;
         }
         Ok(())
     }

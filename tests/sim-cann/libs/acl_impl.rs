@@ -3,16 +3,17 @@
 
 #![allow(non_snake_case)]
 
+use std::collections::BTreeMap;
 use std::ffi::{CStr, CString};
 use std::mem::MaybeUninit;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Mutex, OnceLock};
 
 use sim_cann::acl::{INVALID_PARAM, OK, REPEAT_INITIALIZE};
 use sim_cann::ffi::{Address, Out, Text, put, put_text, text};
 use sim_cann::hal::{MemProp, module};
 use sim_cann::rt::{self, policy};
-use sim_cann::{settings, trace};
+use sim_cann::{lock, settings, trace};
 
 fn written(ok: bool) -> i32 {
     if ok { OK } else { INVALID_PARAM }
@@ -65,6 +66,33 @@ extern "C" fn aclsysGetCANNVersionImpl(package: i32, version: Address) -> i32 {
     OK
 }
 
+/// The version of one package as text, for which the caller has at least 64 bytes.
+#[unsafe(no_mangle)]
+extern "C" fn aclsysGetVersionStrImpl(_package: Text, version: Address) -> i32 {
+    put_text(version, 64, &settings::get("SIM_CANN_VERSION", String::from("8.3.RC1")));
+    written(version != 0)
+}
+
+/// Options of the process, such as deterministic computing: kept, without effect.
+static OPTIONS: Mutex<BTreeMap<i32, i64>> = Mutex::new(BTreeMap::new());
+
+#[unsafe(no_mangle)]
+extern "C" fn aclrtSetSysParamOptImpl(option: i32, value: i64) -> i32 {
+    lock(&OPTIONS).insert(option, value);
+    OK
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn aclrtCtxSetSysParamOptImpl(option: i32, value: i64) -> i32 {
+    aclrtSetSysParamOptImpl(option, value)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn aclrtGetSysParamOptImpl(option: i32, value: Out<i64>) -> i32 {
+    let kept = lock(&OPTIONS).get(&option).copied().unwrap_or_default();
+    written(put(value, kept))
+}
+
 #[unsafe(no_mangle)]
 extern "C" fn aclGetCannAttributeListImpl(list: Out<*const i32>, count: Out<usize>) -> i32 {
     static ATTRIBUTES: [i32; 3] = [0, 1, 2];
@@ -109,6 +137,22 @@ extern "C" fn aclrtGetDeviceCountImpl(count: Out<u32>) -> i32 {
     // SAFETY: initialised above.
     let devices = unsafe { devices.assume_init() };
     if put(count, devices as u32) { error } else { INVALID_PARAM }
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn aclrtGetLogicDevIdByUserDevIdImpl(device: i32, logic: Out<i32>) -> i32 {
+    written(put(logic, device))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn aclrtGetDeviceInfoImpl(device: u32, kind: i32, value: Out<i64>) -> i32 {
+    aclGetDeviceCapabilityImpl(device, kind, value)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn aclrtGetPrimaryCtxStateImpl(device: i32, flags: Out<u32>, active: Out<i32>) -> i32 {
+    let in_use = rt::rtGetPrimaryCtxState(device, flags, active);
+    if in_use == rt::OK { OK } else { INVALID_PARAM }
 }
 
 #[unsafe(no_mangle)]
@@ -244,6 +288,11 @@ extern "C" fn aclrtMallocHostImpl(out: Out<Address>, size: usize) -> i32 {
 }
 
 #[unsafe(no_mangle)]
+extern "C" fn aclrtMallocHostWithCfgImpl(out: Out<Address>, size: u64, _config: Address) -> i32 {
+    trace::enter("aclrtMallocHostWithCfg").num("size", size).done(rt::rtMallocHost(out, size, module::APP))
+}
+
+#[unsafe(no_mangle)]
 extern "C" fn aclrtFreeHostImpl(address: Address) -> i32 {
     trace::enter("aclrtFreeHost").num("ptr", address).done(rt::rtFreeHost(address))
 }
@@ -254,6 +303,17 @@ extern "C" fn aclrtHostRegisterImpl(source: Address, size: u64, kind: u32, out: 
         .num("ptr", source)
         .num("size", size)
         .done(rt::rtHostRegister(source, size, kind, out))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn aclrtHostRegisterV2Impl(source: Address, size: u64, flags: u32) -> i32 {
+    let mut seen = MaybeUninit::uninit();
+    trace::enter("aclrtHostRegisterV2").num("ptr", source).num("size", size).done(rt::rtHostRegister(
+        source,
+        size,
+        flags,
+        Some(&mut seen),
+    ))
 }
 
 #[unsafe(no_mangle)]
@@ -548,6 +608,15 @@ extern "C" fn aclrtLaunchCallbackImpl(
     let Some(callback) = callback else { return INVALID_PARAM };
     callback(data);
     OK
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn aclrtLaunchHostFuncImpl(
+    stream: Address,
+    callback: Option<extern "C" fn(Address)>,
+    data: Address,
+) -> i32 {
+    aclrtLaunchCallbackImpl(callback, data, 0, stream)
 }
 
 #[unsafe(no_mangle)]

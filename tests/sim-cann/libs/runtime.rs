@@ -269,6 +269,13 @@ extern "C" fn rtDeviceSynchronize() -> i32 {
 }
 
 #[unsafe(no_mangle)]
+extern "C" fn rtGetPrimaryCtxState(id: i32, flags: Out<u32>, active: Out<i32>) -> i32 {
+    let Some(device) = device(id) else { return INVALID_DEVICE };
+    let in_use = !lock(&device.internal).is_empty();
+    written(put(flags, 0) && put(active, i32::from(in_use)))
+}
+
+#[unsafe(no_mangle)]
 extern "C" fn rtCtxCreate(out: Out<Address>, _flags: u32, id: i32) -> i32 {
     let call = trace::enter("rtCtxCreate").num("device", id);
     let Some(device) = device(id) else { return call.done(INVALID_DEVICE) };

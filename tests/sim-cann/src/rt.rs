@@ -50,6 +50,7 @@ unsafe extern "C" {
     pub safe fn rtDeviceReset(device: i32) -> i32;
     pub safe fn rtDeviceResetForce(device: i32) -> i32;
     pub safe fn rtDeviceSynchronize() -> i32;
+    pub safe fn rtGetPrimaryCtxState(device: i32, flags: Out<u32>, active: Out<i32>) -> i32;
     pub safe fn rtCtxCreate(out: Out<Address>, flags: u32, device: i32) -> i32;
     pub safe fn rtCtxDestroy(context: Address) -> i32;
     pub safe fn rtCtxSetCurrent(context: Address) -> i32;

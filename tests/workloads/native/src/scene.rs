@@ -100,12 +100,12 @@ fn pairs(count: u64, size: usize, truth: &Truth) -> anyhow::Result<Tally> {
     Ok(Tally { allocations: count, frees: count, ..Tally::default() })
 }
 
-/// Steps from 0. Every step uses three blocks and frees them; step 1, 4, 7, … keep 1 MiB, step 2, 7, 12, …
-/// keep 3 MiB and 96 KiB; step 3 makes 8 MiB of state that stays; a block of 2 MiB is freed two steps late.
+/// Steps count from 1. Every step uses three blocks and frees them; steps 1, 4, 7, … keep 1 MiB, steps 2, 7,
+/// 12, … keep 3 MiB and 96 KiB; step 3 makes 8 MiB of state that stays; 2 MiB a step are freed two steps late.
 fn leak(device: i32, steps: u64, marks: bool, step_ms: u64, truth: &Truth) -> anyhow::Result<Tally> {
     let mut tally = Tally::default();
     let mut late = std::collections::VecDeque::new();
-    for step in 0..steps {
+    for step in 1..=steps {
         let range = marks.then(|| cann::mstxRangeStartA(c"step start".into(), 0));
         let mut held = Vec::new();
         for size in [4 * MIB, 512 * KIB, 3 * MIB / 2] {
