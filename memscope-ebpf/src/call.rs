@@ -6,7 +6,7 @@ use memscope_ebpf::{Call, InFlight, NO_ARG, flags, kind, ret};
 
 use crate::{
     regs::{Regs, choose},
-    site::{Hit, IN_FLIGHT},
+    site::{Hit, IN_FLIGHT, reserve},
     user,
 };
 
@@ -14,7 +14,7 @@ use crate::{
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "uprobe")]
 pub extern "C" fn enter(ctx: *mut c_void) -> u32 {
-    if let Some(hit) = Hit::new(ctx) {
+    if let Some(hit) = Hit::entry(ctx) {
         send_enter(&hit, Regs::new(ctx));
     }
     0
@@ -37,7 +37,7 @@ fn send_enter(hit: &Hit, regs: Regs) {
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "uprobe")]
 pub extern "C" fn keep(ctx: *mut c_void) -> u32 {
-    if let Some(hit) = Hit::new(ctx) {
+    if let Some(hit) = Hit::entry(ctx) {
         let regs = Regs::new(ctx);
         keep_call(&hit, &InFlight { args: regs.args(), extra: [0; 4], flags: 0 });
     }
@@ -48,7 +48,7 @@ pub extern "C" fn keep(ctx: *mut c_void) -> u32 {
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "uprobe")]
 pub extern "C" fn keep_struct(ctx: *mut c_void) -> u32 {
-    if let Some(hit) = Hit::new(ctx) {
+    if let Some(hit) = Hit::entry(ctx) {
         let regs = Regs::new(ctx);
         let mut call = InFlight { args: regs.args(), extra: [0; 4], flags: 0 };
         // SAFETY: `extra` is a local array of integers.
@@ -71,7 +71,7 @@ fn keep_call(hit: &Hit, call: &InFlight) {
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "uretprobe")]
 pub extern "C" fn leave(ctx: *mut c_void) -> u32 {
-    if let Some(hit) = Hit::new(ctx) {
+    if let Some(hit) = Hit::on_return(ctx) {
         let key = hit.key();
         // SAFETY: the entry is this thread's own: no one else changes it while the program runs.
         match unsafe { IN_FLIGHT.get(key) } {
@@ -118,9 +118,12 @@ fn send_leave(hit: &Hit, call: &InFlight, value: u64) {
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "uretprobe")]
 pub extern "C" fn value(ctx: *mut c_void) -> u32 {
-    if let Some(hit) = Hit::new(ctx)
-        && let Some(mut entry) = hit.reserve::<Call>()
-    {
+    if let Some(hit) = Hit::on_return(ctx) {
+        // Not an event of its own: without it, its range is found by nesting.
+        let Some(mut entry) = reserve::<Call>() else {
+            hit.unmatched();
+            return 0;
+        };
         entry.write(Call {
             header: hit.header(kind::RETURN, 0),
             args: [0; 6],

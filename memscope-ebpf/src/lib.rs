@@ -72,13 +72,14 @@ pub mod ret {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Times the site was hit by an observed process.
+    /// Times an observed process entered the function.
     pub hits: u64,
     /// Records that found no room in the ring buffer.
     pub ring_full: u64,
     /// Calls whose entry could not be kept (`IN_FLIGHT` full): their return is not reported.
     pub map_full: u64,
-    /// Returns without a kept entry (the call began before attach, or its entry was lost).
+    /// Returns without a kept entry (the call began before attach, or its entry was lost), and return values
+    /// that found no room.
     pub unmatched: u64,
     /// Records sent with [`flags::UNREADABLE`].
     pub unreadable: u64,
@@ -160,6 +161,8 @@ pub struct Mark {
     pub args: [u64; 4],
     /// Address of the text in the process.
     pub address: u64,
+    /// Stack pointer at entry: a call inside another has a lower one.
+    pub sp: u64,
     pub len: u32,
     pub domain_len: u32,
     pub domain: [u8; DOMAIN_LEN],
@@ -220,6 +223,6 @@ pub unsafe trait Plain: Copy + 'static {
 }
 
 wire! {
-    Site = 16, Counters = 40, Header = 24, Call = 120, Name = 176, Mark = 360, Report = 80,
+    Site = 16, Counters = 40, Header = 24, Call = 120, Name = 176, Mark = 368, Report = 80,
     InFlight = 88, InFlightKey = 16,
 }

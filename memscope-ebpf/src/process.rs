@@ -11,7 +11,7 @@ use crate::site::{Hit, TARGETS, notify};
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "uprobe")]
 pub extern "C" fn mapped(ctx: *mut c_void) -> u32 {
-    if let Some(hit) = Hit::new(ctx) {
+    if let Some(hit) = Hit::entry(ctx) {
         notify(hit.header(kind::MAPPED, 0));
     }
     0

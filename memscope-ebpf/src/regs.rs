@@ -14,12 +14,15 @@ mod layout {
     pub const ARGS: [usize; 6] = [14, 13, 12, 11, 9, 8];
     /// rax.
     pub const RET: usize = 10;
+    /// rsp.
+    pub const SP: usize = 19;
 }
 
 #[cfg(bpf_target_arch = "aarch64")]
 mod layout {
     pub const ARGS: [usize; 6] = [0, 1, 2, 3, 4, 5];
     pub const RET: usize = 0;
+    pub const SP: usize = 31;
 }
 
 impl Regs {
@@ -51,6 +54,12 @@ impl Regs {
     #[inline(always)]
     pub fn arg_at(self, n: u8) -> u64 {
         choose(self.args(), n)
+    }
+
+    #[inline(always)]
+    pub fn sp(self) -> u64 {
+        // SAFETY: as in `arg`.
+        unsafe { *self.0.add(layout::SP) }
     }
 
     #[inline(always)]

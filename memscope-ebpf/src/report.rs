@@ -9,7 +9,7 @@ use crate::{regs::Regs, site::Hit, user};
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "uprobe")]
 pub extern "C" fn report(ctx: *mut c_void) -> u32 {
-    if let Some(hit) = Hit::new(ctx)
+    if let Some(hit) = Hit::entry(ctx)
         && let Some(mut entry) = hit.reserve::<Report>()
     {
         let record = entry.as_mut_ptr();

@@ -36,8 +36,23 @@ pub struct Hit {
 }
 
 impl Hit {
+    /// The entry of a function, which is what counts as a hit.
     #[inline(always)]
-    pub fn new(ctx: *mut c_void) -> Option<Self> {
+    pub fn entry(ctx: *mut c_void) -> Option<Self> {
+        let hit = Self::new(ctx)?;
+        // SAFETY: `counters` is an element of the map for the life of the program.
+        count(unsafe { &raw mut (*hit.counters).hits });
+        Some(hit)
+    }
+
+    /// The return of a function.
+    #[inline(always)]
+    pub fn on_return(ctx: *mut c_void) -> Option<Self> {
+        Self::new(ctx)
+    }
+
+    #[inline(always)]
+    fn new(ctx: *mut c_void) -> Option<Self> {
         // On kernels without attach cookies the loader replaces this call by the site's number.
         // SAFETY: a helper call with the program's own context.
         let index = unsafe { bpf_get_attach_cookie(ctx) } as u32;
@@ -53,10 +68,7 @@ impl Hit {
             return None;
         }
         let counters = COUNTERS.get_ptr_mut(index)?;
-        let hit = Self { site, index, pid_tgid, counters };
-        // SAFETY: `counters` is an element of the map for the life of the program.
-        count(unsafe { &raw mut (*hit.counters).hits });
-        Some(hit)
+        Some(Self { site, index, pid_tgid, counters })
     }
 
     #[inline(always)]
@@ -79,9 +91,9 @@ impl Hit {
 
     #[inline(always)]
     pub fn reserve<T: 'static>(&self) -> Option<RingBufEntry<T>> {
-        let entry = RECORDS.reserve::<T>(0);
+        let entry = reserve::<T>();
         if entry.is_none() {
-            // SAFETY: as in `new`.
+            // SAFETY: as in `entry`.
             count(unsafe { &raw mut (*self.counters).ring_full });
         }
         entry
@@ -94,21 +106,26 @@ impl Hit {
 
     #[inline(always)]
     pub fn map_full(&self) {
-        // SAFETY: as in `new`.
+        // SAFETY: as in `entry`.
         count(unsafe { &raw mut (*self.counters).map_full });
     }
 
     #[inline(always)]
     pub fn unmatched(&self) {
-        // SAFETY: as in `new`.
+        // SAFETY: as in `entry`.
         count(unsafe { &raw mut (*self.counters).unmatched });
     }
 
     #[inline(always)]
     pub fn unreadable(&self) {
-        // SAFETY: as in `new`.
+        // SAFETY: as in `entry`.
         count(unsafe { &raw mut (*self.counters).unreadable });
     }
+}
+
+#[inline(always)]
+pub fn reserve<T: 'static>() -> Option<RingBufEntry<T>> {
+    RECORDS.reserve::<T>(0)
 }
 
 /// Per-CPU elements still need an atomic add: programs of two threads can interleave on one CPU.
@@ -132,7 +149,7 @@ fn wake<T>(shift: u8) -> u64 {
 /// Sends a record that is nothing but a header, and wakes the collector at once.
 #[inline(always)]
 pub fn notify(header: Header) -> bool {
-    let Some(mut entry) = RECORDS.reserve::<Header>(0) else { return false };
+    let Some(mut entry) = reserve::<Header>() else { return false };
     entry.write(header);
     entry.submit(BPF_RB_FORCE_WAKEUP as u64);
     true

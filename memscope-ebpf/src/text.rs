@@ -14,7 +14,7 @@ use crate::{
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "uprobe")]
 pub extern "C" fn name(ctx: *mut c_void) -> u32 {
-    if let Some(hit) = Hit::new(ctx)
+    if let Some(hit) = Hit::entry(ctx)
         && let Some(mut entry) = hit.reserve::<Name>()
     {
         let regs = Regs::new(ctx);
@@ -41,7 +41,7 @@ pub extern "C" fn name(ctx: *mut c_void) -> u32 {
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "uprobe")]
 pub extern "C" fn mark(ctx: *mut c_void) -> u32 {
-    if let Some(hit) = Hit::new(ctx)
+    if let Some(hit) = Hit::entry(ctx)
         && let Some(mut entry) = hit.reserve::<Mark>()
     {
         let regs = Regs::new(ctx);
@@ -58,6 +58,7 @@ pub extern "C" fn mark(ctx: *mut c_void) -> u32 {
             (*record).header = hit.header(kind::MARK, flags);
             (*record).args = [regs.arg::<0>(), regs.arg::<1>(), regs.arg::<2>(), regs.arg::<3>()];
             (*record).address = address;
+            (*record).sp = regs.sp();
             (*record).len = len;
             (*record).domain_len = if domain == 0 {
                 0

@@ -99,6 +99,8 @@ pub struct Config {
     pub dump: DumpSelection,
     pub ring_bytes: u32,
     pub mechanism: Option<Mechanism>,
+    /// Standard output belongs to the report alone: a command's goes to standard error.
+    pub stdout_is_taken: bool,
     /// Attaches programs that do nothing (see [`crate::attach::Config::empty`]).
     pub empty: bool,
 }
@@ -153,7 +155,6 @@ struct Session<'p> {
     /// Processes that were judged to be of no interest, by their start time.
     strangers: HashMap<Tgid, Option<u64>>,
     exits: mpsc::UnboundedSender<Tgid>,
-    received: u64,
     started: Instant,
     notes: Vec<String>,
     progress: &'p mut dyn Progress,
@@ -192,7 +193,6 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
         order: Vec::new(),
         strangers: HashMap::new(),
         exits,
-        received: 0,
         started: Instant::now(),
         notes: Vec::new(),
         progress,
@@ -278,7 +278,7 @@ impl Session<'_> {
                 Ok(None)
             }
             Targets::Command(words) => {
-                let held = Held::start(&words)?;
+                let held = Held::start(&words, self.config.stdout_is_taken)?;
                 self.root = Some(held.tgid());
                 let process = Process::open(&self.config.proc, held.tgid())?;
                 self.adopt(process, Scope::Host)?;
@@ -347,7 +347,7 @@ impl Session<'_> {
         if target.torch_npu.is_none() {
             target.torch_npu = self.attacher.torch_npu_version(&target.process);
         }
-        if attached.sites.iter().any(|s| self.attacher.sites()[*s].probe.class != Class::Context) {
+        if attached.relevant {
             let line = self.began_line(tgid, &attached);
             self.progress.began(line);
         }
@@ -367,7 +367,7 @@ impl Session<'_> {
         }
         let missing =
             self.attacher.sites().iter().filter(|s| s.scope == target.scope && s.failure().is_some()).count();
-        let mut sites = format!("{} sites in {} libraries", attached.sites.len(), attached.libraries);
+        let mut sites = format!("{} sites in {} libraries", attached.reached, attached.libraries);
         if missing > 0 {
             sites.push_str(&format!(", {missing} not found (memscope-trace probes -p {tgid})"));
         }
@@ -448,7 +448,6 @@ impl Session<'_> {
             let notice = self.decoder.decode(&record, |event| events.push(event));
             drop(record);
             for event in events.drain(..) {
-                self.received += 1;
                 self.observe(event);
             }
             match notice {
@@ -500,9 +499,7 @@ impl Session<'_> {
             }
             Targets::Command(_) if self.descends(tgid) => match Process::open(&self.config.proc, tgid) {
                 Ok(process) => {
-                    if let Err(e) = self.adopt(process, Scope::Host) {
-                        self.note(format!("process {tgid} is not traced: {e}"));
-                    }
+                    self.adopt_child(process);
                     true
                 }
                 Err(_) => false,
@@ -512,6 +509,23 @@ impl Session<'_> {
                 self.strangers.insert(tgid, self.config.proc.start_time(tgid));
                 false
             }
+        }
+    }
+
+    /// Makes a descendant of the command a target. Only the command itself was held until its sites were attached.
+    fn adopt_child(&mut self, process: Process) {
+        let (tgid, command) = (process.tgid, process.command.clone());
+        match self.adopt(process, Scope::Host) {
+            Ok(attached) if attached.memory_sites > 0 => {
+                let age = self.config.proc.age(tgid).unwrap_or_default();
+                self.note(format!(
+                    "process {tgid} ({command}) is a child that had its libraries before it was found: up to its \
+                     first {} ms are not traced",
+                    age.as_millis()
+                ));
+            }
+            Ok(_) => {}
+            Err(e) => self.note(format!("process {tgid} is not traced: {e}")),
         }
     }
 
@@ -583,7 +597,7 @@ impl Session<'_> {
     fn show_status(&mut self) {
         let lost = self.lost();
         let live =
-            Live { online: &self.online, received: self.received, lost, elapsed: self.started.elapsed() };
+            Live { online: &self.online, received: self.decoder.received, lost, elapsed: self.started.elapsed() };
         self.progress.status(&live);
     }
 
@@ -647,7 +661,7 @@ impl Session<'_> {
         let trace = Trace {
             targets,
             sites,
-            events: Events { received: self.received, lost: lost_total },
+            events: Events { received: self.decoder.received, lost: lost_total },
             dump: dump.and_then(|(path, complete, reason)| {
                 Some(Dump { path: path?.display().to_string(), complete, reason })
             }),

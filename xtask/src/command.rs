@@ -32,7 +32,8 @@ pub fn output(program: impl AsRef<OsStr>, args: &[&str]) -> Option<String> {
 }
 
 pub fn on_path(program: &str) -> bool {
-    std::env::var_os("PATH").is_some_and(|path| std::env::split_paths(&path).any(|dir| dir.join(program).is_file()))
+    std::env::var_os("PATH")
+        .is_some_and(|path| std::env::split_paths(&path).any(|dir| dir.join(program).is_file()))
 }
 
 /// The cargo that runs this.

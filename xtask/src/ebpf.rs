@@ -50,7 +50,16 @@ fn build_for(machine: &str, compiler: EbpfCompiler) -> anyhow::Result<()> {
         }
     }
     build
-        .args(["build", "--quiet", "--package", "memscope-ebpf", "--bin", "memscope", "--features", "programs"])
+        .args([
+            "build",
+            "--quiet",
+            "--package",
+            "memscope-ebpf",
+            "--bin",
+            "memscope",
+            "--features",
+            "programs",
+        ])
         .args(["--profile", "bpf", "--target", TARGET])
         .arg("--target-dir")
         .arg(&target_dir)

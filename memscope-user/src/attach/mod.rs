@@ -82,6 +82,7 @@ impl Mechanism {
 pub struct SiteState {
     pub probe: &'static Probe,
     pub scope: Scope,
+    file_id: Option<FileId>,
     /// The library as the target names it; empty when it was not found in any.
     pub file: Arc<str>,
     pub build_id: Option<Arc<str>>,
@@ -123,10 +124,14 @@ impl SiteState {
 pub struct Attached {
     /// Indices of sites attached by this call.
     pub sites: Vec<usize>,
+    /// Sites in the libraries that were new to the process, attached now or (host-wide) before.
+    pub reached: usize,
     /// Libraries that hold them.
     pub libraries: usize,
     /// How many of them are about allocations.
     pub memory_sites: usize,
+    /// Whether any of them is more than the dynamic linker's.
+    pub relevant: bool,
 }
 
 pub struct Config {
@@ -320,12 +325,18 @@ impl Attacher {
         let mut outcome = Attached::default();
         for (id, file, resolved, display) in files {
             self.note_missing(process.tgid, scope, &resolved, &display, &found);
-            let before = outcome.sites.len();
             self.attach_file(scope, id, &file, &resolved, &display, &found, python, &mut outcome);
-            outcome.libraries += usize::from(outcome.sites.len() > before);
+            let reached = self.sites.iter().filter(|site| {
+                site.scope == scope && site.is_attached() && site.file_id == Some(id)
+            });
+            let before = outcome.reached;
+            for site in reached {
+                outcome.reached += 1;
+                outcome.memory_sites += usize::from(site.probe.class == Class::Memory);
+                outcome.relevant |= site.probe.class != Class::Context;
+            }
+            outcome.libraries += usize::from(outcome.reached > before);
         }
-        outcome.memory_sites =
-            outcome.sites.iter().filter(|site| self.sites[**site].probe.class == Class::Memory).count();
         Ok(outcome)
     }
 
@@ -352,6 +363,7 @@ impl Attacher {
             self.sites.push(SiteState {
                 probe,
                 scope,
+                file_id: Some(id),
                 file: display.clone(),
                 build_id: resolved.build_id.clone(),
                 offset: hit.offset,
@@ -496,6 +508,7 @@ impl Attacher {
             self.sites.push(SiteState {
                 probe,
                 scope,
+                file_id: None,
                 file: display.clone(),
                 build_id: resolved.build_id.clone(),
                 offset: 0,

@@ -9,6 +9,7 @@ use std::{
         unix::{ffi::OsStrExt, fs::MetadataExt},
     },
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use crate::{model::Tgid, text::sanitize};
@@ -72,6 +73,15 @@ impl Proc {
         let stat = fs::read(self.path(tgid, "stat")).ok()?;
         let fields = stat_fields(&stat)?;
         Some((Tgid(fields.get(1)?.parse().ok()?), fields.get(3)?.parse().ok()?))
+    }
+
+    /// How long the process has been there, to the clock tick (10 ms).
+    pub fn age(&self, tgid: Tgid) -> Option<Duration> {
+        let uptime: f64 = fs::read_to_string(self.root.join("uptime")).ok()?.split(' ').next()?.parse().ok()?;
+        // SAFETY: sysconf takes an integer.
+        let ticks = unsafe { libc::sysconf(libc::_SC_CLK_TCK) } as f64;
+        let start = self.start_time(tgid)? as f64 / ticks;
+        Duration::try_from_secs_f64(uptime - start).ok()
     }
 
     /// Start of the process in clock ticks since boot: with the id, it names the process for good.

@@ -4,7 +4,7 @@
 use std::{
     ffi::OsString,
     fs, io,
-    os::unix::process::CommandExt,
+    os::{fd::AsFd, unix::process::CommandExt},
     process::{Child, Command},
 };
 
@@ -48,12 +48,17 @@ fn with_breakpoint(word: i64) -> i64 {
 }
 
 impl Held {
-    /// Starts the command. It inherits our standard streams.
-    pub fn start(words: &[OsString]) -> Result<Self, SpawnError> {
+    /// Starts the command. It inherits our standard streams; with `stdout_is_taken`, it writes to standard error
+    /// what it writes to standard output.
+    pub fn start(words: &[OsString], stdout_is_taken: bool) -> Result<Self, SpawnError> {
         let (program, arguments) = words.split_first().ok_or(SpawnError::Empty)?;
         let command = program.to_string_lossy().into_owned();
         let mut builder = Command::new(program);
         builder.args(arguments);
+        if stdout_is_taken {
+            let stderr = io::stderr().as_fd().try_clone_to_owned();
+            builder.stdout(stderr.map_err(|source| SpawnError::Start { command: command.clone(), source })?);
+        }
         // SAFETY: between fork and exec only ptrace(PTRACE_TRACEME) is called, which is async-signal-safe.
         unsafe { builder.pre_exec(|| ptrace::traceme().map_err(io::Error::from)) };
         let child = builder.spawn().map_err(|source| SpawnError::Start { command: command.clone(), source })?;

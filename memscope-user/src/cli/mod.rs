@@ -28,7 +28,7 @@ Exit codes: 0 fine, 1 findings named by --fail-on, 2 error; with `-- COMMAND`, t
 /// in them.
 #[derive(Debug, Parser)]
 #[command(name = "memscope-trace", version, disable_version_flag = true, after_help = EXAMPLES,
-    args_conflicts_with_subcommands = true, subcommand_negates_reqs = true, max_term_width = 100)]
+    args_conflicts_with_subcommands = true, subcommand_negates_reqs = true, args_override_self = true, max_term_width = 100)]
 struct Cli {
     #[command(subcommand)]
     command: Option<Command>,

@@ -69,7 +69,7 @@ pub struct TraceArgs {
     /// Write no dump
     #[arg(long, help_heading = "Output", conflicts_with = "output")]
     no_dump: bool,
-    /// The report as one JSON document on standard output
+    /// The report as one JSON document on standard output (what COMMAND writes there goes to standard error)
     #[arg(long, help_heading = "Output")]
     json: bool,
     /// Exit with code 1 when this is found [leaks]
@@ -149,6 +149,7 @@ impl TraceArgs {
                 MechanismWord::PerfCookie => Mechanism::PerfCookie,
                 MechanismWord::PerfSite => Mechanism::PerfSite,
             }),
+            stdout_is_taken: self.json,
             empty: self.empty_programs,
         })
     }

@@ -13,7 +13,7 @@ use crate::{
         Tgid, Tid, Totals,
     },
     probes::{
-        catalogue::{At, Fact, Probe},
+        catalogue::{At, Fact, Probe, Shape},
         resolve::Found,
         torch_npu::ReportLayout,
     },
@@ -47,6 +47,9 @@ pub struct Decoder {
     /// Wall clock minus monotonic clock, ns.
     clock_offset: i64,
     read_text: ReadText,
+    /// Records that say something by themselves: one for each call of a site. With those lost, they add up to the
+    /// sites' hits.
+    pub received: u64,
     /// Records that were too short or of unknown sites: never, unless the two sides disagree.
     pub malformed: u64,
 }
@@ -69,6 +72,39 @@ struct ProcessState {
     retained: FxHashMap<u64, u32>,
     stubs: FxHashMap<u64, Name>,
     echoes: FxHashMap<Name, u32>,
+    mstx: FirstCall,
+}
+
+/// The first use of libms_tools_ext.so makes it look for a tool, and then enter the called function a second time.
+#[derive(Default, Clone, Copy)]
+enum FirstCall {
+    #[default]
+    NotYet,
+    Seen {
+        tid: Tid,
+        site: u32,
+        address: u64,
+        sp: u64,
+    },
+    Over,
+}
+
+impl FirstCall {
+    /// Whether this call is the second entry of the first.
+    fn is_reentered(&mut self, mark: &Mark) -> bool {
+        let (tid, site) = (Tid(mark.header.tid), mark.header.site);
+        match *self {
+            Self::NotYet => {
+                *self = Self::Seen { tid, site, address: mark.address, sp: mark.sp };
+                false
+            }
+            Self::Seen { tid: t, site: s, address, sp } => {
+                *self = Self::Over;
+                (t, s, address) == (tid, site, mark.address) && mark.sp < sp
+            }
+            Self::Over => false,
+        }
+    }
 }
 
 #[derive(Default)]
@@ -80,6 +116,8 @@ struct ThreadState {
     passed_on: u64,
     /// The begin of the range that is being entered is a duplicate.
     duplicate: bool,
+    /// The next return of a range's begin is that of a call within the call.
+    reentered: bool,
     domain: Option<Name>,
 }
 
@@ -99,6 +137,7 @@ impl Decoder {
             names: Names::default(),
             clock_offset,
             read_text,
+            received: 0,
             malformed: 0,
         }
     }
@@ -139,13 +178,18 @@ impl Decoder {
                 emit(Event { time: self.wall(header.time_ns), tgid, tid: Tid(header.tid), kind: EventKind::Exec });
                 return Some(Notice::Exec(tgid));
             }
-            kind::MAPPED => return Some(Notice::Mapped(tgid)),
+            kind::MAPPED => {
+                self.received += 1;
+                return Some(Notice::Mapped(tgid));
+            }
             _ => {}
         }
         let Some(site) = self.sites.get_mut(header.site as usize) else {
             self.malformed += 1;
             return None;
         };
+        let supplement = header.kind == kind::RETURN && matches!(site.probe.shape, Shape::Mark { .. });
+        self.received += u64::from(!supplement);
         let event = Event {
             time: Nanos(header.time_ns.saturating_add_signed(self.clock_offset)),
             tgid,
@@ -335,6 +379,9 @@ impl ProcessState {
             }
             Fact::RangeStart => {
                 let thread = self.threads.entry(tid).or_default();
+                if std::mem::take(&mut thread.reentered) {
+                    return None;
+                }
                 if std::mem::take(&mut thread.duplicate) {
                     self.ranges.mark_duplicate(call.ret);
                 } else {
@@ -415,6 +462,10 @@ impl ProcessState {
 
     fn mark(&mut self, probe: &'static Probe, mark: &Mark, text: &[u8], names: &mut Names) -> Option<EventKind> {
         let tid = Tid(mark.header.tid);
+        if through(probe) == Through::Mstx && self.mstx.is_reentered(mark) {
+            self.threads.entry(tid).or_default().reentered = probe.observes == Fact::RangeStart;
+            return None;
+        }
         let domain = match mark.domain_len {
             0 => None,
             len => Some(names.get(&mark.domain[..mark.domain.len().min(len as usize)])),

@@ -1,0 +1,655 @@
+//! The tracer on the native workload: every fact that the simulated CANN can vouch for.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::Path,
+    process::{Command, Stdio},
+    thread,
+    time::Duration,
+};
+
+use anyhow::{Context, Result, ensure};
+use memscope_e2e::{Block, DumpFile, Ground, Target, Tracer, dumps, pointer, truth};
+use serde_json::Value;
+
+const V8: Ground = Ground::Native("v8");
+const V9: Ground = Ground::Native("v9");
+
+/// Bytes that the driver is asked for when a program asks `aclrtMalloc` for `size`.
+fn padded(size: u64) -> u64 {
+    (size + 32).next_multiple_of(32)
+}
+
+/// A target that waits for a line before it does anything, and its truth file.
+fn held(ground: Ground, dir: &Path, args: &[&str]) -> Result<(Target, std::path::PathBuf)> {
+    let file = dir.join("truth.jsonl");
+    let path = file.to_string_lossy().into_owned();
+    let mut all = vec!["--wait-stdin", "--truth", &path];
+    all.extend(args);
+    let target = Target::start(ground.command(&all))?;
+    wait_for_truth(&file, "ready")?;
+    Ok((target, file))
+}
+
+fn wait_for_truth(file: &Path, event: &str) -> Result<()> {
+    for _ in 0..2000 {
+        if truth(file).is_ok_and(|lines| lines.iter().any(|line| line["event"] == event)) {
+            return Ok(());
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+    anyhow::bail!("{} never said {event}", file.display())
+}
+
+fn events(lines: &[Value], event: &str) -> Vec<Block> {
+    let mut blocks: Vec<Block> = lines
+        .iter()
+        .filter(|line| line["event"] == event)
+        .map(|line| Block {
+            // The workload counts steps from 0.
+            step: line["step"].as_u64().map_or(0, |step| step + 1),
+            ptr: line["ptr"].as_u64().unwrap_or(0),
+            size: padded(line["size"].as_u64().unwrap_or(0)),
+        })
+        .collect();
+    blocks.sort();
+    blocks
+}
+
+fn leaks_are_exactly_the_truth(ground: Ground, extra: &[&str]) -> Result<()> {
+    if !ground.is_ready() {
+        return Ok(());
+    }
+    let dir = tempfile::tempdir()?;
+    let (mut target, file) = held(ground, dir.path(), &["leak", "--steps", "13", "--marks"])?;
+    let pid = target.pid();
+    let mut args = vec!["-p".to_owned(), pid.to_string()];
+    args.extend(extra.iter().map(|a| (*a).to_owned()));
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    let tracer = Tracer::start(&args)?.attached()?;
+    target.tell("go")?;
+    let (status, ..) = target.finish()?;
+    ensure!(status.success());
+    let traced = tracer.finish()?;
+    let report = traced.report()?;
+    let device = report.device(pid, 0)?;
+    let lines = truth(&file)?;
+
+    let (mut once, mut recurring) = (Vec::new(), Vec::new());
+    for (block, leak) in report.blocks(device, "leaks").into_iter().zip(sorted(device, "leaks")) {
+        if leak["pattern"] == "once" { once.push(block) } else { recurring.push(block) }
+    }
+    // No later step can judge what the last one allocated.
+    let (last, earlier): (Vec<_>, Vec<_>) = events(&lines, "leak").into_iter().partition(|block| block.step == 13);
+    assert_eq!(recurring, earlier);
+    let not_judged = report.blocks(device, "not_judged");
+    assert!(last.iter().all(|block| not_judged.contains(block)), "{not_judged:?}");
+    assert_eq!(once, events(&lines, "state"));
+    let late = report.blocks(device, "late");
+    assert!(late.iter().all(|block| block.size == padded(2 << 20)) && late.len() >= 8, "{late:?}");
+    assert_eq!(report.lost(), 0);
+    assert_eq!(report.0["steps"].as_array().map(Vec::len), Some(13));
+    let hits: u64 = report.0["sites"].as_array().into_iter().flatten().filter_map(|s| s["hits"].as_u64()).sum();
+    assert_eq!(report.received(), hits, "each hit is one record");
+    Ok(())
+}
+
+/// The rows of a list in the order in which `Report::blocks` has them.
+fn sorted(device: &Value, list: &str) -> Vec<Value> {
+    let mut rows = device[list].as_array().cloned().unwrap_or_default();
+    rows.sort_by_key(|row| {
+        (row["step"].as_u64(), row["ptr"].as_str().map(pointer), row["size"].as_u64())
+    });
+    rows
+}
+
+#[test]
+fn leaks_on_the_8x_layout() -> Result<()> {
+    leaks_are_exactly_the_truth(V8, &[])
+}
+
+#[test]
+fn leaks_on_the_9x_layout() -> Result<()> {
+    leaks_are_exactly_the_truth(V9, &[])
+}
+
+#[test]
+fn leaks_through_perf_events_with_cookies() -> Result<()> {
+    leaks_are_exactly_the_truth(V9, &["--mechanism", "perf-cookie"])
+}
+
+#[test]
+fn leaks_through_a_program_for_each_site() -> Result<()> {
+    leaks_are_exactly_the_truth(V9, &["--mechanism", "perf-site"])
+}
+
+/// Attached in the middle: what was allocated before is unknown, what comes is exact.
+#[test]
+fn a_late_attach_reports_what_came_after() -> Result<()> {
+    if !V8.is_ready() {
+        return Ok(());
+    }
+    let dir = tempfile::tempdir()?;
+    let (mut target, file) = held(V8, dir.path(), &["leak", "--steps", "60", "--marks", "--step-ms", "40"])?;
+    let pid = target.pid();
+    target.tell("go")?;
+    thread::sleep(Duration::from_millis(500));
+    let tracer = Tracer::start(&["-p", &pid.to_string()])?.attached()?;
+    target.finish()?;
+    let report = tracer.finish()?.report()?;
+    let device = report.device(pid, 0)?;
+    let steps = report.0["steps"].as_array().map(Vec::len).unwrap_or_default() as u64;
+    assert!(steps > 20 && steps < 60, "{steps} whole steps seen");
+    // Our step n is the workload's step n + offset; the first one warms up.
+    let offset = 60 - steps;
+    let wanted: Vec<Block> = events(&truth(&file)?, "leak")
+        .into_iter()
+        .filter(|block| block.step >= offset + 2 && block.step < 60)
+        .map(|block| Block { step: block.step - offset, ..block })
+        .collect();
+    assert_eq!(report.blocks(device, "leaks"), wanted);
+    Ok(())
+}
+
+#[test]
+fn losses_are_counted_to_the_last_record() -> Result<()> {
+    if !V9.is_ready() {
+        return Ok(());
+    }
+    let dir = tempfile::tempdir()?;
+    let log = dir.path().join("calls.jsonl");
+    let mut command = V9.command(&["--wait-stdin", "threads", "4", "5000"]);
+    command.env("SIM_CANN_TRACE", &log);
+    let mut target = Target::start(command)?;
+    target.wait_for("ready", |line| line.contains("ready"))?;
+    let pid = target.pid();
+    let tracer = Tracer::start(&["-p", &pid.to_string(), "--ring-size", "64K", "--no-dump"])?.attached()?;
+    target.tell("go")?;
+    target.finish()?;
+    let report = tracer.finish()?.report()?;
+
+    let mut calls: BTreeMap<String, u64> = BTreeMap::new();
+    for line in truth(&log)? {
+        *calls.entry(line["fn"].as_str().unwrap_or_default().to_owned()).or_default() += 1;
+    }
+    let mut wanted = 0;
+    for site in ["aclInit", "aclFinalize", "aclrtMalloc", "rtMalloc", "halMemAlloc", "halMemFree"] {
+        let called = calls.get(site).copied().unwrap_or(0);
+        assert_eq!(report.site(site).0, called, "hits of {site}");
+        wanted += called;
+    }
+    assert!(wanted > 80_000, "{calls:?}");
+    let hits: u64 = report.0["sites"].as_array().into_iter().flatten().filter_map(|s| s["hits"].as_u64()).sum();
+    assert_eq!(report.received() + report.lost(), hits);
+    assert!(report.lost() > 0, "the ring was to overflow");
+    Ok(())
+}
+
+/// Under a ring of the default size nothing is lost, and the sums of the ledger are those of the simulation.
+#[test]
+fn many_threads_are_traced_without_loss() -> Result<()> {
+    if !V8.is_ready() {
+        return Ok(());
+    }
+    let dir = tempfile::tempdir()?;
+    let (mut target, _) = held(V8, dir.path(), &["threads", "4", "3000", "--handoff"])?;
+    let pid = target.pid();
+    let tracer = Tracer::start(&["-p", &pid.to_string()])?.attached()?;
+    target.tell("go")?;
+    target.finish()?;
+    let traced = tracer.finish()?;
+    let report = traced.report()?;
+    assert_eq!(report.lost(), 0);
+    let rows: Vec<_> = traced.dump(pid)?.into_iter().flat_map(|file| file.rows).collect();
+    let user = |row: &&std::collections::HashMap<String, String>| {
+        DumpFile::attr(row, "size").is_some_and(|size| size == padded(64 << 10).to_string())
+    };
+    assert_eq!(rows.iter().filter(user).filter(|row| row["Event"] == "MALLOC").count(), 12_000);
+    assert_eq!(rows.iter().filter(user).filter(|row| row["Event"] == "FREE").count(), 12_000);
+    let times: Vec<u64> = rows.iter().filter_map(|row| row["Timestamp(ns)"].parse().ok()).collect();
+    assert_eq!(times.len(), rows.len());
+    Ok(())
+}
+
+#[test]
+fn two_processes_on_two_devices_are_told_apart_host_wide() -> Result<()> {
+    if !V9.is_ready() {
+        return Ok(());
+    }
+    let (first_dir, second_dir) = (tempfile::tempdir()?, tempfile::tempdir()?);
+    let leak = ["leak", "--steps", "8", "--marks"];
+    let (mut first, first_truth) = held(V9, first_dir.path(), &[&["--device", "0"], &leak[..]].concat())?;
+    let (mut second, second_truth) = held(V9, second_dir.path(), &[&["--device", "1"], &leak[..]].concat())?;
+    let mut bystander = Target::start({
+        let mut command = Command::new("sh");
+        command.args(["-c", "read line; echo untouched"]);
+        command
+    })?;
+    let tracer = Tracer::start(&["-a"])?.attached_to(first.pid())?.attached_to(second.pid())?;
+    let pids = [first.pid(), second.pid()];
+    first.tell("go")?;
+    second.tell("go")?;
+    first.finish()?;
+    second.finish()?;
+    bystander.tell("go")?;
+    let (status, lines, _) = bystander.finish()?;
+    assert!(status.success() && lines == ["untouched"]);
+    let report = tracer.stop()?.report()?;
+    for (pid, device, file) in [(pids[0], 0, first_truth), (pids[1], 1, second_truth)] {
+        let device = report.device(pid, device)?;
+        let mut wanted = events(&truth(&file)?, "leak");
+        wanted.retain(|block| block.step < 8);
+        let found: Vec<Block> = report
+            .blocks(device, "leaks")
+            .into_iter()
+            .filter(|block| block.size != padded(8 << 20))
+            .collect();
+        assert_eq!(found, wanted, "process {pid}");
+    }
+    Ok(())
+}
+
+/// A process that starts while the host is traced is traced from its first allocation on.
+#[test]
+fn processes_that_come_later_are_found_host_wide() -> Result<()> {
+    if !V8.is_ready() {
+        return Ok(());
+    }
+    let dir = tempfile::tempdir()?;
+    let (early, _) = held(V8, dir.path(), &["sleep", "0"])?;
+    let tracer = Tracer::start(&["-a"])?.attached_to(early.pid())?;
+    let later = tempfile::tempdir()?;
+    let file = later.path().join("truth.jsonl");
+    let target = Target::start(V8.command(&[
+        "--truth",
+        &file.to_string_lossy(),
+        "leak",
+        "--steps",
+        "8",
+        "--marks",
+        "--step-ms",
+        "50",
+    ]))?;
+    let pid = target.pid();
+    target.finish()?;
+    let report = tracer.stop()?.report()?;
+    drop(early);
+    let device = report.device(pid, 0)?;
+    let mut found = report.blocks(device, "leaks");
+    found.retain(|block| block.size != padded(8 << 20));
+    let mut wanted = events(&truth(&file)?, "leak");
+    wanted.retain(|block| block.step < 8);
+    assert_eq!(found, wanted);
+    assert!(report.site("aclInit").0 >= 1, "its first call was seen");
+    Ok(())
+}
+
+#[test]
+fn an_out_of_memory_is_reported_with_what_was_asked_and_held() -> Result<()> {
+    for ground in [V8, V9] {
+        if !ground.is_ready() {
+            continue;
+        }
+        let dir = tempfile::tempdir()?;
+        let file = dir.path().join("truth.jsonl");
+        let mut command = ground.command(&["--wait-stdin", "--truth", &file.to_string_lossy(), "oom", "--size", "67108864"]);
+        command.env("SIM_CANN_HBM_BYTES", (1u64 << 30).to_string());
+        let mut target = Target::start(command)?;
+        wait_for_truth(&file, "ready")?;
+        let pid = target.pid();
+        let tracer = Tracer::start(&["-p", &pid.to_string()])?.attached()?;
+        target.tell("go")?;
+        let (status, ..) = target.finish()?;
+        assert!(status.success());
+        let report = tracer.finish()?.report()?;
+        let lines = truth(&file)?;
+        let oom = lines.iter().find(|line| line["event"] == "oom").context("no oom in the truth")?;
+        let device = report.device(pid, 0)?;
+        let found = device["oom"].as_array().context("no oom")?;
+        assert_eq!(found.len(), 1, "{found:#?}");
+        assert_eq!(found[0]["size"], padded(64 << 20));
+        assert_eq!(found[0]["requested"], 64 << 20);
+        assert_eq!(found[0]["api"], "aclrtMalloc");
+        assert_eq!(found[0]["code"], 6);
+        let largest = found[0]["largest"].as_array().context("no largest blocks")?;
+        let held = oom["blocks"].as_u64().context("no count")?;
+        assert_eq!(largest.len() as u64, held.min(10));
+        assert!(largest.iter().all(|block| block["size"] == padded(64 << 20)));
+        let hal = found[0]["pools"].as_array().into_iter().flatten().find(|p| p["pool"] == "HAL").context("no HAL")?;
+        assert!(hal["live_bytes"].as_u64() >= Some(held * padded(64 << 20)));
+    }
+    Ok(())
+}
+
+#[test]
+fn a_retry_with_normal_pages_is_no_out_of_memory() -> Result<()> {
+    if !V9.is_ready() {
+        return Ok(());
+    }
+    let dir = tempfile::tempdir()?;
+    let file = dir.path().join("truth.jsonl");
+    let mut command = V9.command(&["--wait-stdin", "--truth", &file.to_string_lossy(), "leak", "--steps", "4", "--marks"]);
+    command.env("SIM_CANN_HUGE_FAIL", "1");
+    let mut target = Target::start(command)?;
+    wait_for_truth(&file, "ready")?;
+    let pid = target.pid();
+    let tracer = Tracer::start(&["-p", &pid.to_string()])?.attached()?;
+    target.tell("go")?;
+    target.finish()?;
+    let report = tracer.finish()?.report()?;
+    let device = report.device(pid, 0)?;
+    let unrecovered = device["oom"].as_array().into_iter().flatten().filter(|oom| oom["recovered"] != true).count();
+    assert_eq!(unrecovered, 0, "{:#}", device["oom"]);
+    Ok(())
+}
+
+#[test]
+fn physical_memory_is_counted_by_its_handles() -> Result<()> {
+    if !V9.is_ready() {
+        return Ok(());
+    }
+    let dir = tempfile::tempdir()?;
+    let (mut target, file) = held(V9, dir.path(), &["--end", "exit", "vmm"])?;
+    let pid = target.pid();
+    let tracer = Tracer::start(&["-p", &pid.to_string()])?.attached()?;
+    target.tell("go")?;
+    target.finish()?;
+    let traced = tracer.finish()?;
+    let rows: Vec<_> = traced.dump(pid)?.into_iter().flat_map(|file| file.rows).collect();
+    let created: Vec<_> = rows.iter().filter(|row| DumpFile::attr(row, "alloc_type") == Some("create")).collect();
+    let sizes: Vec<_> =
+        created.iter().filter(|r| r["Event"] == "MALLOC").filter_map(|row| DumpFile::attr(row, "size")).collect();
+    assert_eq!(sizes, [(8u64 << 20).to_string(), (4u64 << 20).to_string()]);
+    // Retained once, the first is free only when it is released for the second time; the second leaks (its handle
+    // may have the value of the first, so blocks are told apart by their ids).
+    let frees = |id: Option<&str>| {
+        let of_block = rows.iter().filter(|row| row["Event"] == "FREE" && DumpFile::attr(row, "allocation_id") == id);
+        of_block.map(|row| DumpFile::attr(row, "shadow").is_some()).collect::<Vec<_>>()
+    };
+    let ids: Vec<_> =
+        created.iter().filter(|r| r["Event"] == "MALLOC").map(|r| DumpFile::attr(r, "allocation_id")).collect();
+    assert_eq!(ids.len(), 2);
+    assert_eq!(frees(ids[0]), [false]);
+    assert_eq!(frees(ids[1]), [true], "written at exit, for a block that was never freed");
+    let leaked = truth(&file)?.iter().find(|l| l["event"] == "leak").and_then(|l| l["ptr"].as_u64());
+    assert_eq!(Some(pointer(&created[1]["Ptr"])), leaked);
+    Ok(())
+}
+
+#[test]
+fn pinned_memory_and_other_owners_are_kept_apart() -> Result<()> {
+    if !V8.is_ready() {
+        return Ok(());
+    }
+    for (scene, wanted) in [("pinned", "HOST"), ("owners", "HAL")] {
+        let dir = tempfile::tempdir()?;
+        let (mut target, _) = held(V8, dir.path(), &["--end", "exit", scene])?;
+        let pid = target.pid();
+        let tracer = Tracer::start(&["-p", &pid.to_string()])?.attached()?;
+        target.tell("go")?;
+        target.finish()?;
+        let report = tracer.finish()?.report()?;
+        let pools: Vec<_> = report.0["devices"]
+            .as_array()
+            .into_iter()
+            .flatten()
+            .flat_map(|d| d["pools"].as_array().cloned().unwrap_or_default())
+            .collect();
+        let pool = pools.iter().find(|p| p["pool"] == wanted).with_context(|| format!("{scene}: {pools:?}"))?;
+        assert!(pool["peak_bytes"].as_u64() >= Some(5 << 20), "{scene}: {pool}");
+    }
+    Ok(())
+}
+
+#[test]
+fn the_pool_of_mindspore_is_seen_though_it_loads_late() -> Result<()> {
+    if !V9.is_ready() {
+        return Ok(());
+    }
+    let dir = tempfile::tempdir()?;
+    let (mut target, _) = held(V9, dir.path(), &["--loop-seconds", "2", "--end", "exit", "mindspore"])?;
+    let pid = target.pid();
+    let tracer = Tracer::start(&["-p", &pid.to_string()])?.attached()?;
+    target.tell("go")?;
+    target.finish()?;
+    let report = tracer.finish()?.report()?;
+    let pools: Vec<_> = report.0["devices"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .flat_map(|d| d["pools"].as_array().cloned().unwrap_or_default())
+        .collect();
+    let pool = pools.iter().find(|p| p["pool"] == "MINDSPORE").with_context(|| format!("{pools:?}"))?;
+    assert!(pool["peak_bytes"].as_u64() >= Some(48 << 20), "{pool}");
+    Ok(())
+}
+
+#[test]
+fn launches_are_counted_and_named_at_kernel_level() -> Result<()> {
+    if !V9.is_ready() {
+        return Ok(());
+    }
+    let dir = tempfile::tempdir()?;
+    let (mut target, _) = held(V9, dir.path(), &["kernel", "300"])?;
+    let pid = target.pid();
+    let tracer = Tracer::start(&["-p", &pid.to_string(), "--level", "kernel"])?.attached()?;
+    target.tell("go")?;
+    target.finish()?;
+    let traced = tracer.finish()?;
+    let mut names: BTreeMap<String, usize> = BTreeMap::new();
+    for row in traced.dump(pid)?.iter().flat_map(|file| &file.rows).filter(|r| r["Event"] == "KERNEL_LAUNCH") {
+        *names.entry(row["Name"].clone()).or_default() += 1;
+    }
+    assert_eq!(names.values().sum::<usize>(), 300, "{names:?}");
+    assert_eq!(names.get("scale_add_1f2e3d"), Some(&100), "{names:?}");
+    assert_eq!(names.get("fill"), Some(&100), "{names:?}");
+    Ok(())
+}
+
+#[test]
+fn a_command_is_traced_from_its_first_instruction_and_its_exit_code_passed_on() -> Result<()> {
+    if !V8.is_ready() {
+        return Ok(());
+    }
+    let workload = V8.command(&[]).get_program().to_string_lossy().into_owned();
+    let traced = Tracer::start(&["--", &workload, "leak", "--steps", "6", "--marks"])?.finish()?;
+    assert_eq!(traced.status.code(), Some(0));
+    let report = traced.report()?;
+    assert_eq!(report.site("aclInit").0, 1);
+    // Runtime-internal blocks of the first aclrtSetDevice, 17 of them, and 6 steps of user blocks.
+    assert_eq!(report.site("halMemAlloc").0, 17 + 6 * 4 + 1 + 2 + 2);
+    let traced = Tracer::start(&["--", "sh", "-c", "exit 7"])?.finish()?;
+    assert_eq!(traced.status.code(), Some(7));
+    // A shell between: children are followed.
+    let line = format!("{workload} leak --steps 6 --marks; exit 3");
+    let traced = Tracer::start(&["--", "sh", "-c", &line])?.finish()?;
+    assert_eq!(traced.status.code(), Some(3));
+    let report = traced.report()?;
+    assert!(report.site("halMemAlloc").0 > 0, "the child was found");
+    // What it did before its sites were attached is said to be missing.
+    assert!(report.0["notes"].to_string().contains("not traced"), "{:#}", report.0["notes"]);
+    Ok(())
+}
+
+#[test]
+fn killing_the_tracer_leaves_the_target_alone() -> Result<()> {
+    if !V9.is_ready() {
+        return Ok(());
+    }
+    let dir = tempfile::tempdir()?;
+    let (mut target, file) = held(V9, dir.path(), &["--loop-seconds", "20", "pairs", "200"])?;
+    let pid = target.pid().to_string();
+    target.tell("go")?;
+    for round in 0..12u64 {
+        let tracer = Tracer::start(&["-p", &pid])?;
+        // From the middle of attaching to the middle of tracing.
+        thread::sleep(Duration::from_millis(round * round * 5));
+        let traced = tracer.kill()?;
+        for file in dumps(traced.dir.path(), target.pid())? {
+            assert!(file.rows.iter().all(|row| row.len() == 12), "{}", file.path.display());
+        }
+    }
+    assert!(target.is_running(), "it lived through all of it");
+    let (status, ..) = target.finish()?;
+    assert!(status.success());
+    assert!(truth(&file)?.iter().any(|line| line["event"] == "end"));
+    Ok(())
+}
+
+#[test]
+fn a_target_that_is_killed_ends_with_a_full_report() -> Result<()> {
+    if !V8.is_ready() {
+        return Ok(());
+    }
+    for signal in [libc::SIGTERM, libc::SIGKILL] {
+        let dir = tempfile::tempdir()?;
+        let (mut target, _) = held(V8, dir.path(), &["leak", "--steps", "1000", "--marks"])?;
+        let pid = target.pid();
+        let tracer = Tracer::start(&["-p", &pid.to_string()])?.attached()?;
+        target.tell("go")?;
+        thread::sleep(Duration::from_millis(700));
+        target.signal(signal);
+        target.finish()?;
+        let traced = tracer.finish()?;
+        let report = traced.report()?;
+        let device = report.device(pid, 0)?;
+        assert!(report.blocks(device, "leaks").len() > 5);
+        let rows: usize = traced.dump(pid)?.iter().map(|file| file.rows.len()).sum();
+        assert!(rows > 100, "{rows} rows");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_full_disk_ends_the_dump_and_not_the_trace() -> Result<()> {
+    if !V9.is_ready() {
+        return Ok(());
+    }
+    let disk = SmallDisk::mount(256)?;
+    let dir = tempfile::tempdir()?;
+    let (mut target, file) = held(V9, dir.path(), &["leak", "--steps", "300", "--marks", "--step-ms", "0"])?;
+    let pid = target.pid();
+    let output = disk.path().to_string_lossy().into_owned();
+    let tracer = Tracer::start(&["-p", &pid.to_string(), "-o", &output])?.attached()?;
+    target.tell("go")?;
+    target.finish()?;
+    let report = tracer.finish()?.report()?;
+    assert_eq!(report.0["dump"]["complete"], false, "{:#}", report.0["dump"]);
+    assert!(report.0["dump"]["reason"].as_str().is_some_and(|why| why.contains("No space left")));
+    let device = report.device(pid, 0)?;
+    let recurring = sorted(device, "leaks").into_iter().filter(|b| b["pattern"] == "recurring").count();
+    let wanted = events(&truth(&file)?, "leak").into_iter().filter(|block| block.step < 300).count();
+    assert_eq!(recurring, wanted, "the report is complete all the same");
+    Ok(())
+}
+
+/// A file system of a few KiB.
+struct SmallDisk(tempfile::TempDir);
+
+impl SmallDisk {
+    fn mount(kib: u32) -> Result<Self> {
+        let dir = tempfile::tempdir()?;
+        let status = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", &format!("size={kib}k"), "tmpfs"])
+            .arg(dir.path())
+            .status()?;
+        ensure!(status.success(), "can not mount a small disk");
+        Ok(Self(dir))
+    }
+
+    fn path(&self) -> &Path {
+        self.0.path()
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(self.0.path()).stderr(Stdio::null()).status();
+    }
+}
+
+/// Each error says what failed, why, and what to do, with exit code 2.
+#[test]
+fn errors_help() -> Result<()> {
+    if !V9.is_ready() {
+        return Ok(());
+    }
+    let says = |args: &[&str], words: &[&str]| -> Result<()> {
+        let traced = Tracer::start_with(args, false)?.finish()?;
+        assert_eq!(traced.status.code(), Some(2), "{args:?}: {:?}", traced.messages);
+        let text = traced.messages.join("\n");
+        for word in words {
+            assert!(text.contains(word), "{args:?} says {text:?}, without {word:?}");
+        }
+        Ok(())
+    };
+    says(&["-p", "4194000"], &["no process 4194000", "check"])?;
+    let mut plain = Command::new("sleep").arg("60").spawn()?;
+    let plain_pid = plain.id().to_string();
+    let result = says(&["-p", &plain_pid], &["no Ascend library", "libascend_hal.so", "libtorch_npu.so"]);
+    plain.kill()?;
+    plain.wait()?;
+    result?;
+    says(&["--level", "warp", "-a"], &["warp", "op, kernel"])?;
+    says(&["--steps", "0", "-a"], &["whole numbers from 1"])?;
+    says(&["--step-mark", "(", "-a"], &["regex"])?;
+    says(&["--no-such-option"], &["--no-such-option"])?;
+    says(&[], &["whom to trace"])?;
+    says(&["--", "/nowhere/program"], &["/nowhere/program", "No such file"])?;
+    let file = tempfile::NamedTempFile::new()?;
+    let inside = file.path().join("dumps");
+    says(&["-a", "-o", &inside.to_string_lossy()], &["dumps"])?;
+    Ok(())
+}
+
+#[test]
+fn an_unprivileged_user_is_told_what_is_missing() -> Result<()> {
+    if !V9.is_ready() {
+        return Ok(());
+    }
+    let binary = std::env::current_exe()?.ancestors().nth(2).context("no target directory")?.join("memscope-trace");
+    let copy_dir = tempfile::tempdir()?;
+    let copy = copy_dir.path().join("memscope-trace");
+    fs::copy(&binary, &copy)?;
+    fs::set_permissions(copy_dir.path(), fs::Permissions::from_mode(0o755))?;
+    let run = |args: &[&str]| {
+        Command::new("setpriv")
+            .args(["--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all"])
+            .arg(&copy)
+            .args(args)
+            .output()
+    };
+    let output = run(&["-a", "--no-dump"])?;
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{text}");
+    assert!(text.contains("CAP_BPF") && text.contains("CAP_PERFMON") && text.contains("root"), "{text}");
+    let output = run(&["check"])?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(output.status.code(), Some(2), "{text}");
+    assert!(text.contains("BAD") && text.contains("CAP_SYS_PTRACE"), "{text}");
+    Ok(())
+}
+
+/// `probes` attaches nothing and knows both what is there and what is not.
+#[test]
+fn probes_names_sites_in_a_process_and_in_a_file() -> Result<()> {
+    if !V8.is_ready() {
+        return Ok(());
+    }
+    let dir = tempfile::tempdir()?;
+    let (target, _) = held(V8, dir.path(), &["sleep", "0"])?;
+    let traced = Tracer::start_probes(&["-p", &target.pid().to_string(), "--json"])?;
+    let rows: Vec<Value> = serde_json::from_str(&traced)?;
+    let row = |site: &str| rows.iter().find(|row| row["site"] == site).with_context(|| format!("no {site}"));
+    let hal = row("halMemAlloc")?;
+    assert!(hal["file"].as_str().is_some_and(|f| f.ends_with("libascend_hal.so")));
+    assert!(hal["offset"].as_u64() > Some(0) && hal["reason"].is_null());
+    assert_eq!(row("aclrtMalloc")?["file"].as_str().map(|f| f.ends_with("libascendcl.so")), Some(true));
+    assert!(row("rtMalloc (counted)")?["reason"].as_str().is_some_and(|why| why.contains("halMemAlloc")));
+    let file = hal["file"].as_str().unwrap_or_default();
+    let listed = Tracer::start_probes(&["--file", file])?;
+    assert!(listed.contains("halMemFree") && listed.contains("nothing was attached"), "{listed}");
+    Ok(())
+}

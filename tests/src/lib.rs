@@ -1,0 +1,460 @@
+//! What the end-to-end tests share: targets, the tracer, and what both of them wrote.
+//!
+//! The tests need root and the simulated CANN (`cargo xtask sim`, `cargo xtask bed`); `cargo xtask test` brings
+//! both. Without, each test says so and passes, unless MEMSCOPE_REQUIRE is set, as `cargo xtask test` does for
+//! what it has brought.
+
+use std::{
+    collections::HashMap,
+    fs,
+    io::{BufRead, BufReader, Read, Write},
+    os::unix::process::CommandExt,
+    path::{Path, PathBuf},
+    process::{Child, ChildStdin, Command, ExitStatus, Stdio},
+    sync::mpsc::{Receiver, channel},
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, anyhow, bail};
+use serde_json::Value;
+
+/// How long anything may take before a test calls it hung.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+pub fn root() -> PathBuf {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    here.parent().unwrap_or(here).to_path_buf()
+}
+
+/// The directory of this build's binaries.
+fn bin_dir() -> Result<PathBuf> {
+    let test = std::env::current_exe()?;
+    let dir = test.ancestors().nth(2).context("the test binary lies in no target directory")?;
+    Ok(dir.to_path_buf())
+}
+
+fn tracer_binary() -> Result<PathBuf> {
+    let path = bin_dir()?.join("memscope-trace");
+    if !path.is_file() {
+        bail!("{} is not built; run `cargo build`", path.display());
+    }
+    Ok(path)
+}
+
+/// What a test runs its target on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ground {
+    /// The native workload on the simulated CANN of this layout: `v8` or `v9`.
+    Native(&'static str),
+    /// The real wheels of this torch version on the simulated CANN.
+    Torch(&'static str),
+}
+
+impl Ground {
+    fn dir(self) -> PathBuf {
+        match self {
+            Self::Native(layout) => root().join("target/sim").join(layout),
+            Self::Torch(version) => root().join("target/bed").join(version),
+        }
+    }
+
+    fn launcher(self) -> PathBuf {
+        self.dir().join(match self {
+            Self::Native(_) => "native-workload",
+            Self::Torch(_) => "run",
+        })
+    }
+
+    fn name(self) -> String {
+        match self {
+            Self::Native(layout) => format!("native:{layout}"),
+            Self::Torch(version) => format!("torch:{version}"),
+        }
+    }
+
+    /// Whether the test can run here; says so when it can not, and fails when it must.
+    pub fn is_ready(self) -> bool {
+        let missing = if !is_root() {
+            Some("root".to_owned())
+        } else if !self.launcher().is_file() {
+            Some(format!("{} (cargo xtask {})", self.dir().display(), if matches!(self, Self::Native(_)) { "sim" } else { "bed" }))
+        } else {
+            None
+        };
+        let Some(missing) = missing else { return true };
+        let required = std::env::var("MEMSCOPE_REQUIRE").unwrap_or_default();
+        assert!(!required.split(',').any(|r| r == self.name()), "{} is required and there is no {missing}", self.name());
+        eprintln!("SKIPPED: there is no {missing}");
+        false
+    }
+
+    /// Runs the native workload with arguments, or a Python program of tests/workloads/torch with its own.
+    pub fn command(self, args: &[&str]) -> Command {
+        let mut command = Command::new(self.launcher());
+        match (self, args) {
+            (Self::Torch(_), [program, rest @ ..]) => {
+                command.arg("python").arg(root().join("tests/workloads/torch").join(program)).args(rest);
+            }
+            _ => {
+                command.args(args);
+            }
+        }
+        command
+    }
+}
+
+pub fn is_root() -> bool {
+    // SAFETY: geteuid takes nothing and can not fail.
+    unsafe { libc::geteuid() == 0 }
+}
+
+/// A running target. It is killed when dropped.
+pub struct Target {
+    child: Child,
+    stdin: Option<ChildStdin>,
+    lines: Receiver<String>,
+    seen: Vec<String>,
+    errors: Option<JoinHandle<String>>,
+}
+
+impl Target {
+    pub fn start(mut command: Command) -> Result<Self> {
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("can not start {command:?}"))?;
+        let stdin = child.stdin.take();
+        let stdout = child.stdout.take().context("no standard output")?;
+        let mut stderr = child.stderr.take().context("no standard error")?;
+        let (tell, lines) = channel();
+        thread::spawn(move || {
+            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                if tell.send(line).is_err() {
+                    break;
+                }
+            }
+        });
+        let errors = thread::spawn(move || {
+            let mut text = String::new();
+            let _ = stderr.read_to_string(&mut text);
+            text
+        });
+        Ok(Self { child, stdin, lines, seen: Vec::new(), errors: Some(errors) })
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Sends the target a line.
+    pub fn tell(&mut self, line: &str) -> Result<()> {
+        let stdin = self.stdin.as_mut().context("standard input is closed")?;
+        writeln!(stdin, "{line}")?;
+        Ok(stdin.flush()?)
+    }
+
+    /// Waits for a line that satisfies `wanted`.
+    pub fn wait_for(&mut self, what: &str, wanted: impl Fn(&str) -> bool) -> Result<String> {
+        let end = Instant::now() + PATIENCE;
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            match self.lines.recv_timeout(left) {
+                Ok(line) => {
+                    self.seen.push(line.clone());
+                    if wanted(&line) {
+                        return Ok(line);
+                    }
+                }
+                Err(_) => {
+                    let _ = self.child.kill();
+                    let errors = self.errors.take().and_then(|e| e.join().ok()).unwrap_or_default();
+                    bail!("the target did not print {what}; it printed {:?} and {errors}", self.seen);
+                }
+            }
+        }
+    }
+
+    pub fn signal(&self, signal: i32) {
+        // SAFETY: kill takes two integers; the child is ours and not yet waited for.
+        unsafe { libc::kill(self.pid() as i32, signal) };
+    }
+
+    /// Waits for the end; everything it printed.
+    pub fn finish(mut self) -> Result<(ExitStatus, Vec<String>, String)> {
+        drop(self.stdin.take());
+        let status = wait(&mut self.child, "the target")?;
+        let mut seen = std::mem::take(&mut self.seen);
+        seen.extend(self.lines.try_iter());
+        while let Ok(line) = self.lines.recv_timeout(Duration::from_secs(1)) {
+            seen.push(line);
+        }
+        let errors = self.errors.take().and_then(|e| e.join().ok()).unwrap_or_default();
+        Ok((status, seen, errors))
+    }
+
+    pub fn is_running(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(None))
+    }
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn wait(child: &mut Child, what: &str) -> Result<ExitStatus> {
+    let end = Instant::now() + PATIENCE;
+    while Instant::now() < end {
+        if let Some(status) = child.try_wait()? {
+            return Ok(status);
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+    let _ = child.kill();
+    bail!("{what} did not end in {PATIENCE:?}");
+}
+
+/// A running tracer.
+pub struct Tracer {
+    child: Child,
+    dir: tempfile::TempDir,
+    messages: Receiver<String>,
+    said: Vec<String>,
+    report: Option<JoinHandle<Vec<u8>>>,
+}
+
+/// What a tracer left.
+pub struct Traced {
+    pub status: ExitStatus,
+    pub stdout: String,
+    pub messages: Vec<String>,
+    pub dir: tempfile::TempDir,
+}
+
+impl Tracer {
+    /// Starts the tracer; with `--json` and a directory of its own for dumps.
+    pub fn start(args: &[&str]) -> Result<Self> {
+        Self::start_with(args, true)
+    }
+
+    pub fn start_with(args: &[&str], json: bool) -> Result<Self> {
+        let dir = tempfile::tempdir()?;
+        let mut command = Command::new(tracer_binary()?);
+        if json {
+            command.arg("--json");
+        }
+        // A process group of its own: a signal for it must not reach the test.
+        if !args.contains(&"--no-dump") && !args.contains(&"-o") {
+            command.arg("-o").arg(dir.path());
+        }
+        command.args(args).process_group(0);
+        let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+        let stderr = child.stderr.take().context("no standard error")?;
+        let mut stdout = child.stdout.take().context("no standard output")?;
+        let (tell, messages) = channel();
+        thread::spawn(move || {
+            for line in BufReader::new(stderr).lines().map_while(Result::ok) {
+                if tell.send(line).is_err() {
+                    break;
+                }
+            }
+        });
+        let report = thread::spawn(move || {
+            let mut bytes = Vec::new();
+            let _ = stdout.read_to_end(&mut bytes);
+            bytes
+        });
+        Ok(Self { child, dir, messages, said: Vec::new(), report: Some(report) })
+    }
+
+    /// Waits until it says that it traces something.
+    pub fn attached(self) -> Result<Self> {
+        self.says("tracing ")
+    }
+
+    /// Waits until it says that it traces this process.
+    pub fn attached_to(self, pid: u32) -> Result<Self> {
+        self.says(&format!("tracing {pid} "))
+    }
+
+    fn says(mut self, prefix: &str) -> Result<Self> {
+        if self.said.iter().any(|line| line.starts_with(prefix)) {
+            return Ok(self);
+        }
+        let end = Instant::now() + PATIENCE;
+        while let Ok(line) = self.messages.recv_timeout(end.saturating_duration_since(Instant::now())) {
+            let began = line.starts_with(prefix);
+            self.said.push(line);
+            if began {
+                return Ok(self);
+            }
+        }
+        let _ = self.child.kill();
+        Err(anyhow!("the tracer did not attach: {:?}", self.said))
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// Ends it as Ctrl-C does.
+    pub fn stop(self) -> Result<Traced> {
+        // SAFETY: kill takes two integers; the child is ours and not yet waited for.
+        unsafe { libc::kill(self.child.id() as i32, libc::SIGINT) };
+        self.finish()
+    }
+
+    /// Ends it as nothing should.
+    pub fn kill(mut self) -> Result<Traced> {
+        self.child.kill()?;
+        self.finish()
+    }
+
+    /// Waits for its own end.
+    pub fn finish(mut self) -> Result<Traced> {
+        let status = wait(&mut self.child, "the tracer")?;
+        let stdout = self.report.take().and_then(|r| r.join().ok()).unwrap_or_default();
+        while let Ok(line) = self.messages.recv_timeout(Duration::from_secs(2)) {
+            self.said.push(line);
+        }
+        Ok(Traced { status, stdout: String::from_utf8_lossy(&stdout).into_owned(), messages: self.said, dir: self.dir })
+    }
+}
+
+impl Traced {
+    /// The report, which must be there.
+    pub fn report(&self) -> Result<Report> {
+        let value = serde_json::from_str(&self.stdout)
+            .with_context(|| format!("no JSON report: {:?}, {:?}", self.stdout, self.messages))?;
+        Ok(Report(value))
+    }
+
+    /// All rows of all dumps of a process, by file.
+    pub fn dump(&self, pid: u32) -> Result<Vec<DumpFile>> {
+        dumps(self.dir.path(), pid)
+    }
+}
+
+/// A block as reports and ground truths name it.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Block {
+    pub step: u64,
+    pub ptr: u64,
+    pub size: u64,
+}
+
+pub struct Report(pub Value);
+
+impl Report {
+    pub fn device(&self, pid: u32, device: u64) -> Result<&Value> {
+        self.0["devices"]
+            .as_array()
+            .into_iter()
+            .flatten()
+            .find(|d| d["pid"] == pid && d["device"] == device)
+            .with_context(|| format!("no device {device} of {pid} in {:#}", self.0["devices"]))
+    }
+
+    pub fn pool<'a>(&self, device: &'a Value, pool: &str) -> Option<&'a Value> {
+        device["pools"].as_array()?.iter().find(|p| p["pool"] == pool)
+    }
+
+    /// Blocks of a list (`leaks`, `late`, `not_judged`) of a device, sorted.
+    pub fn blocks(&self, device: &Value, list: &str) -> Vec<Block> {
+        let mut blocks: Vec<Block> = device[list].as_array().into_iter().flatten().map(block).collect();
+        blocks.sort();
+        blocks
+    }
+
+    pub fn lost(&self) -> u64 {
+        self.0["events"]["lost"].as_u64().unwrap_or(u64::MAX)
+    }
+
+    pub fn received(&self) -> u64 {
+        self.0["events"]["received"].as_u64().unwrap_or(0)
+    }
+
+    /// Hits and losses of a site, over all its rows.
+    pub fn site(&self, name: &str) -> (u64, u64) {
+        let rows = self.0["sites"].as_array().into_iter().flatten().filter(|s| s["site"] == name);
+        rows.fold((0, 0), |(hits, lost), s| {
+            (hits + s["hits"].as_u64().unwrap_or(0), lost + s["lost"].as_u64().unwrap_or(0))
+        })
+    }
+}
+
+pub fn pointer(text: &str) -> u64 {
+    u64::from_str_radix(text.trim_start_matches("0x"), 16).unwrap_or(0)
+}
+
+fn block(value: &Value) -> Block {
+    Block {
+        step: value["step"].as_u64().unwrap_or(0),
+        ptr: value["ptr"].as_str().map(pointer).unwrap_or(0),
+        size: value["size"].as_u64().unwrap_or(0),
+    }
+}
+
+/// One csv of a dump.
+pub struct DumpFile {
+    pub path: PathBuf,
+    pub rows: Vec<HashMap<String, String>>,
+}
+
+impl DumpFile {
+    /// The value of a key in a row's Attr cell, `{k:v,k:v}`.
+    pub fn attr<'a>(row: &'a HashMap<String, String>, key: &str) -> Option<&'a str> {
+        let cell = row.get("Attr")?.trim_matches(['{', '}']);
+        cell.split(',').find_map(|pair| pair.strip_prefix(key)?.strip_prefix(':'))
+    }
+}
+
+pub fn dumps(dir: &Path, pid: u32) -> Result<Vec<DumpFile>> {
+    let mut files = Vec::new();
+    let prefix = format!("msmemscope_{pid}_");
+    for project in fs::read_dir(dir)?.filter_map(Result::ok) {
+        if !project.file_name().to_string_lossy().starts_with(&prefix) {
+            continue;
+        }
+        for device in fs::read_dir(project.path())?.filter_map(Result::ok) {
+            let Ok(entries) = fs::read_dir(device.path().join("dump")) else { continue };
+            for entry in entries.filter_map(Result::ok) {
+                // A tracer that was killed may have been in the middle of a row: what counts is up to there.
+                let text = fs::read_to_string(entry.path())?;
+                let whole = &text[..text.rfind('\n').map_or(0, |end| end + 1)];
+                let rows = csv::Reader::from_reader(whole.as_bytes())
+                    .deserialize()
+                    .collect::<Result<Vec<HashMap<String, String>>, _>>();
+                let rows = rows.with_context(|| format!("{}", entry.path().display()))?;
+                files.push(DumpFile { path: entry.path(), rows });
+            }
+        }
+    }
+    Ok(files)
+}
+
+/// The JSON lines of a ground-truth file.
+pub fn truth(path: &Path) -> Result<Vec<Value>> {
+    let text = fs::read_to_string(path).with_context(|| format!("{}", path.display()))?;
+    text.lines().map(|line| Ok(serde_json::from_str(line)?)).collect()
+}
+
+impl Tracer {
+    /// What `memscope-trace probes` prints.
+    pub fn start_probes(args: &[&str]) -> Result<String> {
+        let output = Command::new(tracer_binary()?).arg("probes").args(args).output()?;
+        if !output.status.success() {
+            bail!("probes {args:?}: {}", String::from_utf8_lossy(&output.stderr));
+        }
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+}
