@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use memscope::analysis::{Online, fluctuation::Swing};
 use memscope::dump::read::{NumberedRow, Options, Problems, ReadError, Rows, open};
-use memscope::dump::{AccessKind, Config, Fact, Format, Framework, Place, Row, Writer};
+use memscope::dump::{Config, Fact, Format, Framework, Place, Row, Writer};
 use memscope::model::*;
 use proptest::prelude::*;
 
@@ -646,7 +646,9 @@ fn any_fact() -> impl Strategy<Value = Fact> {
         any::<u64>().prop_map(|number| Fact::StepEnd { number }),
         (any_pool(), ptr.clone()).prop_map(|(pool, ptr)| Fact::NeverFreed { pool, ptr }),
         (prop::option::of(any_pool()), ptr, any::<u64>(), prop::option::of(any_text())).prop_map(
-            |(pool, ptr, size, name)| Fact::Access { pool, ptr, size, access: AccessKind::Read, name }
+            |(pool, ptr, size, op)| {
+                Fact::Event(EventKind::Access(Access { pool, ptr, size, kind: AccessKind::Read, op }))
+            }
         ),
     ]
 }
@@ -672,9 +674,9 @@ fn any_row() -> impl Strategy<Value = Row> {
                     row.size = Some(5);
                     row.device = row.device.filter(|_| *pool != Pool::Host);
                 }
-                Fact::Access { pool, .. } => {
+                Fact::Event(EventKind::Access(access)) => {
                     row.allocation_id = id;
-                    row.device = row.device.filter(|_| *pool != Some(Pool::Host));
+                    row.device = row.device.filter(|_| access.pool != Some(Pool::Host));
                 }
                 Fact::Event(EventKind::AllocFailed(_) | EventKind::DeviceReset { .. }) => row.device = None,
                 _ => {}

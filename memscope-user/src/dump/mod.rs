@@ -5,6 +5,7 @@
 //! rows back.
 //! `docs/output-formats.md` describes what is written.
 
+mod comparison;
 mod csv;
 mod db;
 mod output;
@@ -16,10 +17,11 @@ mod row;
 mod table;
 mod writer;
 
+pub use comparison::{ComparisonError, write_comparison};
 pub use output::{Caller, OutputError};
 pub use parse::RowError;
 pub use pipeline::{Pipeline, Summary};
-pub use row::{AccessKind, Fact, Framework, Place, Row, live_rows, rows_of};
+pub use row::{Fact, Framework, Place, Row, live_rows, rows_of};
 pub use writer::{Config, FileReport, Format, WriteFailure, Writer};
 
 /// Names of the twelve columns, in order.

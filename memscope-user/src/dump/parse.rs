@@ -7,13 +7,13 @@ use std::sync::{Mutex, PoisonError};
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::model::{
-    Alloc, AllocFailed, AllocationId, DeviceId, DevicePtr, DriverAlloc, EventKind, Free, Module, Name, Nanos,
-    PageType, Pool, Tgid, Tid, Totals,
+    Access, AccessKind, Alloc, AllocFailed, AllocationId, DeviceId, DevicePtr, DriverAlloc, EventKind, Free,
+    Module, Name, Nanos, PageType, Pool, Tgid, Tid, Totals,
 };
 use crate::text::sanitize;
 
 use super::csv::{SplitError, decode_text};
-use super::row::{AccessKind, Fact, Framework, Row};
+use super::row::{Fact, Framework, Row};
 
 /// Distinct names kept to be shared. A dump can have as many as it has rows.
 const NAMES_KEPT: usize = 1 << 16;
@@ -246,17 +246,17 @@ impl Parser {
                 let totals = totals_of(attrs);
                 Fact::Event(EventKind::Free(Free { pool, device: None, ptr, size, totals }))
             }
-            (b"ACCESS", event_type) => Fact::Access {
+            (b"ACCESS", event_type) => Fact::Event(EventKind::Access(Access {
                 pool: attrs.pool.and_then(pool_of),
                 ptr: address("ACCESS", fields)?,
                 size: attrs.size.and_then(size_of).map_or(0, |(size, _)| size),
-                access: match event_type {
+                kind: match event_type {
                     b"READ" => AccessKind::Read,
                     b"WRITE" => AccessKind::Write,
                     _ => AccessKind::Unknown,
                 },
-                name: self.optional_name(fields.name),
-            },
+                op: self.optional_name(fields.name),
+            })),
             (b"OP_LAUNCH", b"ATEN_START") => {
                 Fact::OpBegin { framework: Framework::Aten, name: self.name(fields.name) }
             }

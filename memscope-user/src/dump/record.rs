@@ -2,9 +2,9 @@
 
 use std::borrow::Cow;
 
-use crate::model::{Alloc, DevicePtr, EventKind, Module, PageType, Pool, Totals};
+use crate::model::{AccessKind, Alloc, DevicePtr, EventKind, Module, PageType, Pool, Totals};
 
-use super::row::{AccessKind, Fact, Framework, Place, Row};
+use super::row::{Fact, Framework, Place, Row};
 
 /// One line of the table.
 pub(super) struct Record<'a> {
@@ -116,18 +116,18 @@ pub(super) fn records<'a>(row: &'a Row, mut put: impl FnMut(Record<'a>)) {
         Fact::Event(EventKind::Launch { name, stream }) => put(new("KERNEL_LAUNCH", "KERNEL_LAUNCH")
             .named(name.as_deref().map_or(Label::None, Label::Text))
             .with([("streamId", Value::Number(*stream))])),
-        Fact::Access { pool, ptr, size, access, name } => {
-            let event_type = match access {
+        Fact::Event(EventKind::Access(access)) => {
+            let event_type = match access.kind {
                 AccessKind::Read => "READ",
                 AccessKind::Write => "WRITE",
                 AccessKind::Unknown => "UNKNOWN",
             };
             let mut record =
-                new("ACCESS", event_type).named(name.as_deref().map_or(Label::None, Label::Text));
-            record.ptr = Some(*ptr);
+                new("ACCESS", event_type).named(access.op.as_deref().map_or(Label::None, Label::Text));
+            record.ptr = Some(access.ptr);
             record.attrs.extend(row.allocation_id.map(|id| ("allocation_id", Value::Number(id.0))));
-            record.attrs.extend([("addr", Value::Address(*ptr)), ("size", Value::Number(*size))]);
-            record.attrs.extend(pool.map(|pool| ("type", Value::Word(event_type_of(pool)))));
+            record.attrs.extend([("addr", Value::Address(access.ptr)), ("size", Value::Number(access.size))]);
+            record.attrs.extend(access.pool.map(|pool| ("type", Value::Word(event_type_of(pool)))));
             put(record);
         }
         Fact::Event(EventKind::Mark { text, domain }) => {

@@ -40,17 +40,6 @@ pub enum Fact {
         framework: Framework,
         name: Name,
     },
-    /// An operator used a block.
-    Access {
-        /// Pool of the block.
-        pool: Option<Pool>,
-        ptr: DevicePtr,
-        /// Bytes of the tensor.
-        size: u64,
-        access: AccessKind,
-        /// The operator.
-        name: Option<Name>,
-    },
     /// The block was alive when the trace or the process ended: written as a FREE row with `shadow:true`.
     NeverFreed {
         pool: Pool,
@@ -73,13 +62,6 @@ pub enum Framework {
     Aten,
     /// Ascend Transformer Boost.
     Atb,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AccessKind {
-    Read,
-    Write,
-    Unknown,
 }
 
 /// Whose memory a row is about; each place of a process has its own file.
@@ -130,11 +112,9 @@ impl Row {
                 kind
             }
             Fact::OpBegin { name, .. } => EventKind::Op { name: name.clone() },
-            Fact::OpEnd { .. }
-            | Fact::Access { .. }
-            | Fact::NeverFreed { .. }
-            | Fact::StepEnd { .. }
-            | Fact::Lost { .. } => return None,
+            Fact::OpEnd { .. } | Fact::NeverFreed { .. } | Fact::StepEnd { .. } | Fact::Lost { .. } => {
+                return None;
+            }
         };
         Some(Event { time: self.time, tgid: self.tgid, tid: self.tid, kind })
     }
@@ -146,7 +126,7 @@ impl Row {
             Fact::Event(EventKind::Free(free)) => (Some(free.pool), free.device),
             Fact::Event(EventKind::AllocFailed(failed)) => (Some(failed.pool), failed.device),
             Fact::Event(EventKind::DeviceReset { device }) => (None, Some(*device)),
-            Fact::Access { pool, .. } => (*pool, None),
+            Fact::Event(EventKind::Access(access)) => (access.pool, None),
             Fact::NeverFreed { pool, .. } => (Some(*pool), None),
             _ => (None, None),
         };

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
+use std::fmt::Display;
 use std::io;
 use std::path::PathBuf;
 
@@ -20,8 +21,8 @@ use super::table::{Stopped, TableFile};
 /// Device-less rows kept for the files that a process opens later.
 const KEPT_ROWS: usize = 1024;
 
-/// Seconds that the name of a process's directory may run ahead of the clock to be unique.
-const NAME_ATTEMPTS: i64 = 60;
+/// Seconds that a name may run ahead of the clock to be unique.
+const NAME_AHEAD: i64 = 60;
 
 #[derive(Debug, Clone)]
 pub struct Config {
@@ -211,11 +212,11 @@ impl Project {
     fn keep(&mut self, first_id: u64, row: &Row) {
         let of_process = !matches!(
             row.fact,
-            Fact::Event(EventKind::Free(_) | EventKind::Op { .. } | EventKind::Launch { .. })
-                | Fact::OpBegin { .. }
+            Fact::Event(
+                EventKind::Free(_) | EventKind::Op { .. } | EventKind::Launch { .. } | EventKind::Access(_)
+            ) | Fact::OpBegin { .. }
                 | Fact::OpEnd { .. }
                 | Fact::NeverFreed { .. }
-                | Fact::Access { .. }
         );
         if self.tables.is_empty() || of_process {
             if self.kept.len() < KEPT_ROWS {
@@ -276,27 +277,35 @@ impl Project {
     }
 }
 
-/// Makes `msmemscope_<pid>_<date>_ascend`.
-fn make_project_dir(root: &Dir, tgid: Tgid) -> Result<Dir, Refused> {
+/// Makes something with the date of now in its name, or of one of the seconds to come when that is taken. Returns its
+/// name, too.
+pub(super) fn make_dated<T>(
+    name: impl Fn(&dyn Display) -> String,
+    mut make: impl FnMut(&str) -> io::Result<T>,
+) -> Result<(String, T), (String, io::Error)> {
     let now = jiff::ZonedDateTime::now();
-    let name = |ahead: i64| {
+    let mut ahead = 0;
+    loop {
         let date = now.saturating_add(jiff::SignedDuration::from_secs(ahead));
-        format!("msmemscope_{tgid}_{}_ascend", date.strftime("%Y%m%d%H%M%S"))
-    };
-    let mut result = root.make(OsStr::new(&name(0)));
-    for ahead in 1..NAME_ATTEMPTS {
-        match &result {
-            // Another trace of the same process began within this second.
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                result = root.make(OsStr::new(&name(ahead)))
-            }
-            _ => break,
+        let name = name(&date.strftime("%Y%m%d%H%M%S"));
+        match make(&name) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && ahead < NAME_AHEAD => ahead += 1,
+            Ok(made) => return Ok((name, made)),
+            Err(error) => return Err((name, error)),
         }
     }
-    result.map_err(|error| Refused {
-        path: root.path().join(name(0)),
-        failure: WriteFailure::new("create the directory", &error),
-    })
+}
+
+/// Makes `msmemscope_<pid>_<date>_ascend`. Another trace of the same process may have begun within this second.
+fn make_project_dir(root: &Dir, tgid: Tgid) -> Result<Dir, Refused> {
+    let name = |date: &dyn Display| format!("msmemscope_{tgid}_{date}_ascend");
+    match make_dated(name, |name| root.make(OsStr::new(name))) {
+        Ok((_, dir)) => Ok(dir),
+        Err((name, error)) => Err(Refused {
+            path: root.path().join(name),
+            failure: WriteFailure::new("create the directory", &error),
+        }),
+    }
 }
 
 /// One file, or the memory of why there is none.

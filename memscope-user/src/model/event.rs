@@ -29,6 +29,8 @@ pub enum EventKind {
         name: Option<Name>,
         stream: u64,
     },
+    /// An operator used a block, or a part of one.
+    Access(Access),
     Mark {
         text: Name,
         domain: Option<Name>,
@@ -79,6 +81,26 @@ pub struct Free {
     /// Bytes, where the event says (pools do, the driver does not).
     pub size: Option<u64>,
     pub totals: Option<Totals>,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct Access {
+    /// Pool of the block; `None` where the event does not say.
+    pub pool: Option<Pool>,
+    /// In the block, not always at its beginning.
+    pub ptr: DevicePtr,
+    /// Bytes.
+    pub size: u64,
+    pub kind: AccessKind,
+    /// The operator.
+    pub op: Option<Name>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AccessKind {
+    Read,
+    Write,
+    Unknown,
 }
 
 /// The allocator's own totals for its device right after an event, in bytes.

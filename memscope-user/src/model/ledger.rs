@@ -366,6 +366,7 @@ impl Process {
                     Boundary { ended, began } => Change::Step { ended, began },
                 }
             }
+            EventKind::Access(_) => Change::Nothing,
             EventKind::DeviceSet { device } => {
                 self.meet(*device);
                 self.threads.entry(event.tid).or_default().device = Some(*device);

@@ -11,7 +11,9 @@ mod steps;
 pub(crate) mod testing;
 
 pub use block::{Block, Driver};
-pub use event::{Alloc, AllocFailed, DriverAlloc, Event, EventKind, Free, Name, PageType, Totals};
+pub use event::{
+    Access, AccessKind, Alloc, AllocFailed, DriverAlloc, Event, EventKind, Free, Name, PageType, Totals,
+};
 pub use ids::{AllocationId, DeviceId, DevicePtr, Nanos, Pool, StepId, Tgid, Tid};
 pub use ledger::{BlockRef, Change, Count, DeviceMemory, DriverUse, Ending, Ledger, PoolUse, Process};
 pub use module::Module;
