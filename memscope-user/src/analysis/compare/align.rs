@@ -1,11 +1,13 @@
 //! Aligning two sequences of names: which elements of one stand for which of the other.
 
-use imara_diff::{Algorithm, Diff, Token};
 use serde::Serialize;
 
-/// Edits up to which the alignment is the one of msMemScope. Its cost grows with their square: this many take 64 MiB
-/// and about a second.
-pub const MAX_EDITS: usize = 1 << 15;
+/// Edits up to which the alignment is the one of msMemScope. Its cost grows with their square: this many take 16 MiB
+/// and a second.
+pub const MAX_EDITS: usize = 1 << 14;
+
+/// Edits after which the heuristic settles for what it has found so far.
+const EDITS_PER_ROUND: usize = 1 << 10;
 
 /// One place of the alignment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,135 +33,163 @@ pub enum Method {
     Heuristic,
 }
 
-/// Aligns two sequences of `names` names, given by number.
-pub fn align(base: &[u32], compare: &[u32], names: u32, max_edits: usize) -> Alignment {
-    match exact(base, compare, max_edits) {
-        Some(pairs) => Alignment { pairs, method: Method::Exact },
-        None => Alignment { pairs: heuristic(base, compare, names), method: Method::Heuristic },
+/// Aligns two sequences of names, given by number.
+pub fn align(base: &[u32], compare: &[u32], max_edits: usize) -> Alignment {
+    let mut pairs = Vec::with_capacity(base.len().max(compare.len()));
+    if greedy(base, compare, max_edits, &mut pairs).is_finished(base, compare) {
+        return Alignment { pairs, method: Method::Exact };
+    }
+    pairs.clear();
+    rounds(base, compare, EDITS_PER_ROUND, &mut pairs);
+    Alignment { pairs, method: Method::Heuristic }
+}
+
+/// Goes a few edits at a time, each time from where it got furthest: cost and memory are linear.
+fn rounds(mut base: &[u32], mut compare: &[u32], edits: usize, path: &mut Vec<Pair>) {
+    loop {
+        let end = greedy(base, compare, edits, path);
+        if end.is_finished(base, compare) {
+            return;
+        }
+        base = &base[end.i..];
+        compare = &compare[end.j..];
     }
 }
 
-/// Myers' greedy algorithm. On diagonal k = i - j, with i elements of `base` and j of `compare` used up, d edits reach
-/// furthest either from the diagonal above, by an element of `compare`, or from the one below, by one of `base`. Which
-/// of the two is all that needs to be remembered, in one bit: from there on, the path follows equal elements as long as
-/// there are any. `None`: more than `max_edits` would be needed.
-fn exact(base: &[u32], compare: &[u32], max_edits: usize) -> Option<Vec<Pair>> {
-    let (n, m) = (base.len() as isize, compare.len() as isize);
-    let limit = (max_edits as isize).min(n + m);
-    // Diagonals that have elements, and one more at either end so that all have neighbours.
-    let middle = limit.min(m) + 1;
-    let mut furthest = vec![-1isize; (middle + limit.min(n) + 2) as usize];
+/// Elements of both sequences used up.
+struct End {
+    i: usize,
+    j: usize,
+}
+
+impl End {
+    fn is_finished(&self, base: &[u32], compare: &[u32]) -> bool {
+        self.i == base.len() && self.j == compare.len()
+    }
+}
+
+/// Myers' greedy algorithm, from the beginning of both sequences to their ends, or to the place that is furthest after
+/// `max_edits`. Appends the path.
+///
+/// On diagonal k = i - j, with i elements of `base` and j of `compare` used up, d edits reach furthest either from the
+/// diagonal above, by an element of `compare`, or from the one below, by one of `base`. Which of the two is all that
+/// needs to be remembered, in one bit: from there on, the path follows equal elements as long as there are any.
+fn greedy(base: &[u32], compare: &[u32], max_edits: usize, path: &mut Vec<Pair>) -> End {
+    let (n, m) = (base.len(), compare.len());
+    let start = common_prefix(base, compare);
+    if start == n || start == m {
+        path.extend(std::iter::repeat_n(Pair::Both, start));
+        path.extend(std::iter::repeat_n(Pair::BaseOnly, n - start));
+        path.extend(std::iter::repeat_n(Pair::CompareOnly, m - start));
+        return End { i: n, j: m };
+    }
+    // The furthest i on the diagonals -d, -d + 2, ..., d: diagonal k is at (k + d) / 2. From one d to the next, the
+    // diagonal above is at the same place, and the one below at the place before.
+    let mut furthest = vec![start];
+    let mut before = Vec::new();
     let mut from_above = Bits::default();
-    for d in 0..=limit {
-        let low = if d <= m { -d } else { (d - m) % 2 - m };
-        let high = if d <= n { d } else { n - (d - n) % 2 };
-        from_above.begin_row(low);
-        for k in (low..=high).step_by(2) {
-            let at = (middle + k) as usize;
-            let (below, above) = (furthest[at - 1], furthest[at + 1]);
-            let down = below < above;
-            let mut i = match d {
-                0 => 0,
-                _ if down => above,
-                _ => below + 1,
-            };
-            let mut j = i - k;
-            while i < n && j < m && base[i as usize] == compare[j as usize] {
-                i += 1;
-                j += 1;
-            }
-            furthest[at] = i;
-            from_above.push(down);
-            if i >= n && j >= m {
-                return Some(retrace(base, compare, &from_above, d, k));
+    for d in 1..=max_edits {
+        std::mem::swap(&mut before, &mut furthest);
+        from_above.push_row(&before);
+        furthest.clear();
+        furthest.push(before[0]);
+        furthest.extend(before.windows(2).map(|pair| pair[1].max(pair[0] + 1)));
+        furthest.push(before[d - 1] + 1);
+        for (at, i) in furthest.iter_mut().enumerate() {
+            let j = *i + d - 2 * at;
+            // Paths that have left the sequences lead nowhere.
+            if *i < n && j < m && base[*i] == compare[j] {
+                *i += common_prefix(&base[*i..], &compare[j..]);
             }
         }
+        if let Some(at) = (d + n).checked_sub(m).filter(|twice| twice % 2 == 0).map(|twice| twice / 2)
+            && furthest.get(at) == Some(&n)
+        {
+            retrace(base, compare, &from_above, at, path);
+            return End { i: n, j: m };
+        }
     }
-    None
+    let ends = furthest.iter().enumerate().map(|(at, i)| (at, End { i: *i, j: i + max_edits - 2 * at }));
+    let inside = ends.filter(|(_, end)| end.i <= n && end.j <= m);
+    let best = inside.max_by_key(|(_, end)| (end.i + end.j, std::cmp::Reverse(end.i.abs_diff(end.j))));
+    match best {
+        Some((at, end)) => {
+            retrace(base, compare, &from_above, at, path);
+            end
+        }
+        // Both sequences are shorter than the edits allowed, and their ends are found.
+        None => End { i: 0, j: 0 },
+    }
 }
 
-/// The path that ends on diagonal `k` after `d` edits.
-fn retrace(base: &[u32], compare: &[u32], from_above: &Bits, d: isize, mut k: isize) -> Vec<Pair> {
-    let mut edits = Vec::with_capacity(d as usize);
-    for d in (1..=d).rev() {
-        let down = from_above.get(d, k);
-        edits.push(if down { Pair::CompareOnly } else { Pair::BaseOnly });
-        k += if down { 1 } else { -1 };
+fn common_prefix(base: &[u32], compare: &[u32]) -> usize {
+    base.iter().zip(compare).take_while(|(a, b)| a == b).count()
+}
+
+/// Appends the path that is at place `at` after all edits.
+fn retrace(base: &[u32], compare: &[u32], from_above: &Bits, mut at: usize, path: &mut Vec<Pair>) {
+    let mut edits = Vec::with_capacity(from_above.rows.len());
+    for row in (0..from_above.rows.len()).rev() {
+        if from_above.get(row, at) {
+            edits.push(Pair::CompareOnly);
+        } else {
+            edits.push(Pair::BaseOnly);
+            at -= 1;
+        }
     }
-    let mut pairs = Vec::with_capacity(base.len().max(compare.len()) + edits.len());
     let (mut i, mut j) = (0, 0);
     loop {
-        while let (Some(a), Some(b)) = (base.get(i), compare.get(j))
-            && a == b
-        {
-            pairs.push(Pair::Both);
-            i += 1;
-            j += 1;
-        }
+        let equal = common_prefix(&base[i..], &compare[j..]);
+        path.extend(std::iter::repeat_n(Pair::Both, equal));
+        i += equal;
+        j += equal;
         match edits.pop() {
-            Some(edit) => {
-                match edit {
-                    Pair::BaseOnly => i += 1,
-                    _ => j += 1,
-                }
-                pairs.push(edit);
+            Some(Pair::BaseOnly) => {
+                path.push(Pair::BaseOnly);
+                i += 1;
             }
-            None => return pairs,
+            Some(_) => {
+                path.push(Pair::CompareOnly);
+                j += 1;
+            }
+            None => return,
         }
     }
 }
 
-/// A bit for each diagonal that each number of edits reaches.
+/// Rows of bits.
 #[derive(Default)]
 struct Bits {
     words: Vec<u64>,
-    count: usize,
-    /// For each number of edits, where its bits begin and for which diagonal.
-    rows: Vec<(usize, isize)>,
+    /// The word with which each row begins.
+    rows: Vec<usize>,
 }
 
 impl Bits {
-    fn begin_row(&mut self, low: isize) {
-        self.rows.push((self.count, low));
-    }
-
-    fn push(&mut self, bit: bool) {
-        if self.count % 64 == 0 {
+    /// Where the furthest of `before` are to be reached from: from above at the first place, from below at the last.
+    fn push_row(&mut self, before: &[usize]) {
+        let row = self.words.len();
+        self.rows.push(row);
+        let mut below = 0;
+        let places = before.chunks(u64::BITS as usize);
+        self.words.extend(places.map(|places| {
+            let mut word = 0;
+            for (bit, above) in places.iter().enumerate() {
+                word |= u64::from(below < *above) << bit;
+                below = *above;
+            }
+            word
+        }));
+        if before.len().is_multiple_of(u64::BITS as usize) {
             self.words.push(0);
         }
-        if let Some(word) = self.words.last_mut() {
-            *word |= u64::from(bit) << (self.count % 64);
-        }
-        self.count += 1;
+        self.words[row] |= 1;
     }
 
-    fn get(&self, d: isize, k: isize) -> bool {
-        let (start, low) = self.rows[d as usize];
-        let at = start + ((k - low) / 2) as usize;
-        self.words[at / 64] >> (at % 64) & 1 == 1
+    fn get(&self, row: usize, at: usize) -> bool {
+        let word = self.words[self.rows[row] + at / u64::BITS as usize];
+        (word >> (at % u64::BITS as usize)) & 1 == 1
     }
-}
-
-fn heuristic(base: &[u32], compare: &[u32], names: u32) -> Vec<Pair> {
-    let tokens = |names: &[u32]| names.iter().copied().map(Token).collect::<Vec<_>>();
-    let mut diff = Diff::default();
-    diff.compute_with(Algorithm::Myers, &tokens(base), &tokens(compare), names);
-    let mut pairs = Vec::with_capacity(base.len().max(compare.len()));
-    let (mut i, mut j) = (0, 0);
-    while i < base.len() || j < compare.len() {
-        if i < base.len() && diff.is_removed(i as u32) {
-            pairs.push(Pair::BaseOnly);
-            i += 1;
-        } else if j < compare.len() && diff.is_added(j as u32) {
-            pairs.push(Pair::CompareOnly);
-            j += 1;
-        } else {
-            pairs.push(Pair::Both);
-            i += 1;
-            j += 1;
-        }
-    }
-    pairs
 }
 
 #[cfg(test)]
@@ -248,21 +278,21 @@ mod tests {
     #[test]
     fn of_two_ways_the_one_without_the_base_element_comes_first() {
         use Pair::{BaseOnly, Both, CompareOnly};
-        assert_eq!(align(&[1, 2], &[3, 2], 4, MAX_EDITS).pairs, [BaseOnly, CompareOnly, Both]);
-        assert_eq!(align(&[], &[], 0, MAX_EDITS).pairs, []);
-        assert_eq!(align(&[], &[1, 1], 2, MAX_EDITS).pairs, [CompareOnly, CompareOnly]);
-        assert_eq!(align(&[1, 1], &[1], 2, MAX_EDITS).pairs, [Both, BaseOnly]);
+        assert_eq!(align(&[1, 2], &[3, 2], MAX_EDITS).pairs, [BaseOnly, CompareOnly, Both]);
+        assert_eq!(align(&[], &[], MAX_EDITS).pairs, []);
+        assert_eq!(align(&[], &[1, 1], MAX_EDITS).pairs, [CompareOnly, CompareOnly]);
+        assert_eq!(align(&[1, 1], &[1], MAX_EDITS).pairs, [Both, BaseOnly]);
     }
 
     #[test]
     fn what_differs_too_much_is_aligned_all_the_same() {
         let base: Vec<u32> = (0..2000).collect();
         let compare: Vec<u32> = (0..2000).map(|n| if n % 3 == 0 { n } else { 5000 }).collect();
-        let alignment = align(&base, &compare, 5001, 100);
+        let alignment = align(&base, &compare, 100);
         assert_eq!(alignment.method, Method::Heuristic);
         check(&base, &compare, &alignment.pairs);
         assert!(alignment.pairs.iter().filter(|pair| **pair == Pair::Both).count() > 600);
-        assert_eq!(align(&base, &compare, 5001, MAX_EDITS).method, Method::Exact);
+        assert_eq!(align(&base, &compare, MAX_EDITS).method, Method::Exact);
     }
 
     proptest! {
@@ -271,11 +301,10 @@ mod tests {
             base in prop::collection::vec(0..5u32, 0..40),
             compare in prop::collection::vec(0..5u32, 0..40),
         ) {
-            let pairs = align(&base, &compare, 5, MAX_EDITS).pairs;
+            let pairs = align(&base, &compare, MAX_EDITS).pairs;
             check(&base, &compare, &pairs);
             prop_assert_eq!(edits(&pairs), fewest_edits(&base, &compare));
             prop_assert_eq!(&pairs, &by_nodes(&base, &compare));
-            check(&base, &compare, &heuristic(&base, &compare, 5));
         }
 
         #[test]
@@ -283,11 +312,25 @@ mod tests {
             base in prop::collection::vec(0..3u32, 0..40),
             compare in prop::collection::vec(0..3u32, 0..40),
         ) {
-            let fewest = fewest_edits(&base, &compare);
-            prop_assert_eq!(exact(&base, &compare, fewest), exact(&base, &compare, MAX_EDITS));
-            if fewest > 0 {
-                prop_assert_eq!(exact(&base, &compare, fewest - 1), None);
-            }
+            let exact = align(&base, &compare, MAX_EDITS);
+            let fewest = edits(&exact.pairs);
+            prop_assert_eq!(&align(&base, &compare, fewest), &exact);
+            let heuristic = align(&base, &compare, fewest.saturating_sub(1));
+            check(&base, &compare, &heuristic.pairs);
+            // What is left after the common beginning needs no search when one side is used up.
+            let searched = common_prefix(&base, &compare) < base.len().min(compare.len());
+            prop_assert_eq!(heuristic.method == Method::Heuristic, searched);
+        }
+
+        #[test]
+        fn rounds_find_their_way(
+            base in prop::collection::vec(0..4u32, 0..60),
+            compare in prop::collection::vec(0..4u32, 0..60),
+            edits_per_round in 1..8usize,
+        ) {
+            let mut pairs = Vec::new();
+            rounds(&base, &compare, edits_per_round, &mut pairs);
+            check(&base, &compare, &pairs);
         }
     }
 }

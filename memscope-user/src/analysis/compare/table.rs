@@ -166,7 +166,7 @@ pub fn table(base: Sequences, compare: Sequences) -> Table {
         let base = base.remove(&device).unwrap_or_default().elements;
         let compare = compare.remove(&device).unwrap_or_default().elements;
         let names_of = |elements: &[Element]| elements.iter().map(|element| element.name).collect::<Vec<_>>();
-        let aligned = align(&names_of(&base), &names_of(&compare), names.len() as u32, MAX_EDITS);
+        let aligned = align(&names_of(&base), &names_of(&compare), MAX_EDITS);
         if aligned.method == Method::Heuristic {
             alignment = Method::Heuristic;
         }

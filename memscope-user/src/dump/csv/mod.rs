@@ -7,4 +7,4 @@ mod write;
 
 pub(super) use read::CsvSource;
 pub(super) use scan::SplitError;
-pub(super) use write::{CsvFile, decode_text};
+pub(super) use write::{CsvFile, decode_text, write_text};

@@ -93,14 +93,7 @@ fn encode(out: &mut Vec<u8>, id: u64, row: &Row, record: &Record<'_>) {
         Label::Number(number) => {
             let _ = write!(out, "{number}");
         }
-        Label::Text(name) => {
-            let name = cell_text(name);
-            let plain = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.:/<>[]()*&~".contains(&b));
-            let quote: &[u8] = if plain { b"" } else { b"\"" };
-            out.extend_from_slice(quote);
-            out.extend_from_slice(name.as_bytes());
-            out.extend_from_slice(quote);
-        }
+        Label::Text(name) => write_text(out, name),
         Label::Mark(text) => {
             out.push(b'"');
             out.extend_from_slice(cell_text(text).as_bytes());
@@ -140,6 +133,16 @@ fn encode(out: &mut Vec<u8>, id: u64, row: &Row, record: &Record<'_>) {
         out.extend_from_slice(b"}\"");
     }
     out.extend_from_slice(b",,\n");
+}
+
+/// Appends a text of the target as a cell, in quotation marks where it needs them.
+pub(in crate::dump) fn write_text(out: &mut Vec<u8>, text: &str) {
+    let text = cell_text(text);
+    let plain = text.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.:/<>[]()*&~".contains(&b));
+    let quote: &[u8] = if plain { b"" } else { b"\"" };
+    out.extend_from_slice(quote);
+    out.extend_from_slice(text.as_bytes());
+    out.extend_from_slice(quote);
 }
 
 /// A text of the target as a cell: control characters and quotation marks are spelled out, and an apostrophe is put
