@@ -2,6 +2,8 @@
 
 pub mod elf;
 pub mod stub;
+#[cfg(test)]
+mod tests;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
