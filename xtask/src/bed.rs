@@ -136,7 +136,7 @@ fn install(dir: &Path, version: &str, torch: &str) -> Result<(), Error> {
     let no_wheels = |why| Error::NoWheels { version: version.to_owned(), why };
     let venv = dir.join("venv");
     let python = std::env::var_os("PYTHON").unwrap_or_else(|| "python3".into());
-    execute(Command::new(python).args(["-m", "venv"]).arg(&venv))?;
+    execute(Command::new(python).args(["-m", "venv"]).arg(&venv)).map_err(no_wheels)?;
     let mut pip = Command::new(venv.join("bin/python"));
     pip.args(["-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--retries", "1"]);
     // The small wheel first: it says soon whether there is an index, and a build for this Python.
@@ -361,7 +361,7 @@ impl Bed {
         let text = format!(
             r#"#!/bin/sh
 # Runs its arguments with torch_npu on the simulated CANN.
-bed=$(cd "$(dirname "$0")" && pwd) || exit
+bed=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd) || exit
 export ASCEND_HOME_PATH="$bed/cann" ASCEND_OPP_PATH="$bed/cann/opp"
 export LD_LIBRARY_PATH="$bed/cann/lib64:$bed/cuda${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"
 export PATH="$bed/venv/bin:$PATH"

@@ -76,7 +76,13 @@ static DEVICES: [OnceLock<Option<Memory>>; MAX_DEVICES] = [const { OnceLock::new
 static HOST: OnceLock<Option<Memory>> = OnceLock::new();
 
 fn device_count() -> usize {
-    settings::get("SIM_CANN_DEVICES", 8usize).min(MAX_DEVICES)
+    static COUNT: OnceLock<usize> = OnceLock::new();
+    *COUNT.get_or_init(|| settings::get("SIM_CANN_DEVICES", 8usize).min(MAX_DEVICES))
+}
+
+fn has_huge_pages() -> bool {
+    static HAS: OnceLock<bool> = OnceLock::new();
+    *HAS.get_or_init(|| !settings::flag("SIM_CANN_HUGE_FAIL"))
 }
 
 fn device(id: u32) -> Result<&'static Memory, i32> {
@@ -119,7 +125,7 @@ fn status(result: Result<(), i32>) -> i32 {
 
 fn allocate(size: u64, flag: u64) -> Result<Address, i32> {
     let huge = flag & flag::HUGE_PAGE != 0;
-    if huge && settings::flag("SIM_CANN_HUGE_FAIL") {
+    if huge && !has_huge_pages() {
         return Err(OUT_OF_MEMORY);
     }
     let page = if huge { HUGE_PAGE } else { NORMAL_PAGE };
