@@ -1,13 +1,15 @@
 //! Comparing dumps.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use memscope::analysis::compare::{Level, Method, Sequences, Table, table};
+use memscope::analysis::compare::*;
 use memscope::dump::read::{Options, open};
 use memscope::dump::write_comparison;
-use memscope::model::Pool;
+use memscope::model::{Count, DeviceId, Pool, StepId, StepRule};
+use proptest::prelude::*;
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/dumps").join(name)
@@ -82,4 +84,194 @@ fn the_table_is_written_as_msmemscope_does() {
     let path = write_comparison(dir.path(), None, &compare(&dump, &dump, Level::Op)).expect("writable");
     let text = fs::read_to_string(path).expect("written");
     assert_eq!(text.lines().last(), Some("OP_LAUNCH,\"'=1+1\",0,0,0,0"));
+}
+
+/// Rows of process 1, by what they say: `step`, `end`, `op NAME`, `+POOL PTR SIZE`, `-POOL PTR`. All on device 0.
+fn dump(rows: &[String]) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().expect("a directory");
+    let header = fs::read_to_string(fixture("leaks_in.csv")).expect("there");
+    let mut text = format!("{}\n", header.lines().next().expect("a header"));
+    for (id, row) in rows.iter().enumerate() {
+        let words: Vec<&str> = row.split(' ').collect();
+        let (what, name, ptr, attr) = match words.as_slice() {
+            ["step"] => ("MSTX,Range_start".to_owned(), "\"step start\"", "N/A", "{range:1}".to_owned()),
+            ["end"] => {
+                ("MSTX,Range_end".to_owned(), "\"Range end from id 1\"", "N/A", "{range:1}".to_owned())
+            }
+            ["op", name] => ("OP_LAUNCH,ATEN_START".to_owned(), *name, "N/A", String::new()),
+            [pool, ptr, size] => {
+                (format!("MALLOC,{}", &pool[1..]), "N/A", *ptr, format!("{{size:{size},owner:PTA@label}}"))
+            }
+            [pool, ptr] => (format!("FREE,{}", &pool[1..]), "N/A", *ptr, String::new()),
+            other => panic!("{other:?}"),
+        };
+        text += &format!("{id},{what},{name},{id},1,1,0,{ptr},\"{attr}\",,\n");
+    }
+    fs::write(dir.path().join("memscope_dump_1.csv"), text).expect("room");
+    dir
+}
+
+fn rows(text: &str) -> Vec<String> {
+    text.split(',').map(|row| row.trim().to_owned()).collect()
+}
+
+fn profiles(path: &Path, sides: [Option<Side>; 2]) -> Vec<Profile> {
+    let mut profiler = Profiler::new(StepRule::StepStart, sides);
+    open([path], Options::default()).expect("a dump").for_each(|row| profiler.observe(&row));
+    profiler.finish()
+}
+
+fn between_steps(path: &Path, base: u32, compare: u32) -> Difference {
+    let sides = [base, compare].map(|step| Some(Side::Step(StepId(step))));
+    let profiles = profiles(path, sides);
+    difference(&profiles[0], &profiles[1])
+}
+
+const STEPS: &str = "op load, +PTA 1 1000,
+    step, op add, +PTA 2 100, op mul, +PTA 3 50, -PTA 2, -PTA 3, end,
+    step, op add, +PTA 2 100, op rand, +PTA 4 4194304, op mul, +PTA 3 50, -PTA 2, end,
+    step, op mul, -PTA 3, op add, +PTA 5 100, op free, -PTA 5, -PTA 1, end";
+
+#[test]
+fn steps_differ_by_their_blocks() {
+    let dir = dump(&rows(STEPS));
+    let difference = between_steps(dir.path(), 1, 2);
+    assert_eq!(
+        difference.verdict.to_string(),
+        "+4.00 MiB in step 2 against step 1: 1 block from rand, never freed, and 1 more; peak +4.00 MiB"
+    );
+    let [memory] = difference.memories.as_slice() else { panic!("one memory, not {difference:?}") };
+    assert_eq!(memory.memory, Memory { layer: Layer::Pools, device: Some(DeviceId(0)) });
+    let count = |blocks, bytes| Count { blocks, bytes };
+    assert_eq!(
+        (memory.base.clone(), memory.compare.clone()),
+        (
+            Use { calls: 0, allocated: count(2, 150), freed: count(2, 150), at_peak: 1150 },
+            Use { calls: 0, allocated: count(3, 4194454), freed: count(1, 100), at_peak: 4195454 },
+        )
+    );
+    let ops: Vec<(Option<&str>, i64, i64)> =
+        memory.ops.iter().map(|op| (op.name.as_deref(), op.net_diff, op.peak_diff)).collect();
+    assert_eq!(
+        ops,
+        [
+            (Some("rand"), 4194304, 4194304),
+            // It freed 150 in the first step, and 100 in the second.
+            (Some("mul"), 50, 0),
+            (Some("add"), 0, 0),
+            (Some("load"), 0, 0),
+        ]
+    );
+    let add = memory.ops.iter().find(|op| op.name.as_deref() == Some("add")).expect("there");
+    assert_eq!(add.base, Use { calls: 1, allocated: count(1, 100), freed: count(0, 0), at_peak: 100 });
+    assert_eq!(memory.owners.len(), 1);
+    assert_eq!(memory.owners[0].name.as_deref(), Some("PTA@label"));
+    let blocks: Vec<_> = memory
+        .blocks
+        .iter()
+        .map(|d| {
+            (
+                d.like.op.as_deref(),
+                d.like.size,
+                d.base.allocated.blocks,
+                d.compare.allocated.blocks,
+                d.kept_diff,
+            )
+        })
+        .collect();
+    assert_eq!(
+        blocks,
+        [(Some("rand"), Some(4194304), 0, 1, 4194304), (Some("mul"), Some(50), 1, 1, 50)],
+        "`add` has the same block in both"
+    );
+    assert_eq!(memory.blocks[0].compare.never_freed, count(1, 4194304));
+    assert_eq!(memory.blocks[1].compare.never_freed, count(0, 0), "freed in the third step");
+}
+
+#[test]
+fn verdicts_say_what_it_is() {
+    let dir = dump(&rows(STEPS));
+    let verdict = |base, compare| between_steps(dir.path(), base, compare).verdict.to_string();
+    assert_eq!(
+        verdict(2, 1),
+        "-4.00 MiB in step 1 against step 2: 1 block less from rand, never freed, and 1 more; peak -4.00 MiB"
+    );
+    // The third step frees what it did not allocate.
+    assert_eq!(
+        verdict(1, 3),
+        "-1.03 KiB in step 3 against step 1: 1.03 KiB more freed of what was there before; peak +4.00 MiB"
+    );
+    assert_eq!(verdict(1, 1), "±0 in step 1 against step 1");
+    let whole = profiles(dir.path(), [Some(Side::Whole), None]);
+    let [whole] = whole.as_slice() else { panic!("one profile") };
+    assert_eq!(difference(whole, whole).verdict.to_string(), "±0 in the second dump against the first");
+    // Without pools it is about the driver.
+    let before = dump(&rows("+HAL 1 10"));
+    let after = dump(&rows("+HAL 1 10, op x, +HAL 2 2048, +HAL 3 2048, -HAL 1"));
+    let profile = |dir: &tempfile::TempDir| profiles(dir.path(), [Some(Side::Whole), None]).remove(0);
+    assert_eq!(
+        difference(&profile(&before), &profile(&after)).verdict.to_string(),
+        "+3.99 KiB in the second dump against the first: 2 blocks from x, never freed; peak +4.00 KiB"
+    );
+}
+
+#[test]
+fn the_leak_of_a_real_dump_is_named() {
+    let difference = between_steps(&fixture("leak6.csv"), 3, 5);
+    assert_eq!(difference.verdict.to_string(), "±0 in step 5 against step 3; peak +6.00 MiB");
+    // In the second step a segment was reused in another way than in the first.
+    let [_, memory] =
+        between_steps(&fixture("leak6.csv"), 1, 2).memories.try_into().expect("driver and pools");
+    assert_eq!(memory.memory.layer, Layer::Driver);
+    assert_eq!((memory.base.allocated.bytes, memory.compare.allocated.bytes), (20971520, 0));
+}
+
+proptest! {
+    /// What the profiler keeps up to date step by step is what a look at all live blocks at every moment gives.
+    #[test]
+    fn shares_of_the_peak_are_those_at_the_peak(moves in prop::collection::vec((0..4u8, 0..6u64, 1..100u64), 1..60)) {
+        let mut rows = Vec::new();
+        let mut live: BTreeMap<u64, (String, u64)> = BTreeMap::new();
+        let mut op = String::new();
+        let mut peak = (0, BTreeMap::new());
+        let mut steps = 0;
+        for (what, ptr, size) in moves {
+            match what {
+                0 => {
+                    op = format!("op{ptr}");
+                    rows.push(format!("op {op}"));
+                }
+                1 if steps < 2 => {
+                    rows.push("step".to_owned());
+                    steps += 1;
+                }
+                _ if live.remove(&ptr).is_some() => rows.push(format!("-PTA {ptr}")),
+                _ => {
+                    rows.push(format!("+PTA {ptr} {size}"));
+                    live.insert(ptr, (op.clone(), size));
+                }
+            }
+            let total: u64 = live.values().map(|(_, size)| size).sum();
+            if steps == 1 && total > peak.0 {
+                let mut shares: BTreeMap<String, u64> = BTreeMap::new();
+                live.values().for_each(|(op, size)| *shares.entry(op.clone()).or_default() += size);
+                peak = (total, shares);
+            }
+        }
+        let dir = dump(&rows);
+        let found = between_steps(dir.path(), 1, 1);
+        let Some(memory) = found.memories.first() else {
+            prop_assert_eq!(peak.0, 0);
+            return Ok(());
+        };
+        prop_assert_eq!(memory.base.at_peak, peak.0);
+        let shares: BTreeMap<String, u64> = memory
+            .ops
+            .iter()
+            .filter(|op| op.base.at_peak > 0)
+            .map(|op| (op.name.as_deref().unwrap_or("").to_owned(), op.base.at_peak))
+            .collect();
+        prop_assert_eq!(shares, peak.1);
+        prop_assert_eq!(memory.owners.iter().map(|owner| owner.base.at_peak).sum::<u64>(), peak.0);
+    }
 }

@@ -4,4 +4,4 @@ pub mod document;
 mod select;
 pub mod status;
 pub mod terminal;
-mod units;
+pub(crate) mod units;
