@@ -2,6 +2,7 @@
 
 pub mod compare;
 pub mod fluctuation;
+pub mod inefficient;
 pub mod leaks;
 pub mod marks;
 pub mod offline_leaks;
