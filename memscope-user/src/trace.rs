@@ -32,7 +32,7 @@ use crate::{
     dump::{Caller, Format, OutputError, Pipeline, Place, rows_of},
     model::{Change, DeviceId, Event, EventKind, Nanos, StepRule, Tgid},
     probes::catalogue::{CATALOGUE, Class},
-    report::document::{Document, Dump, Events, Site, Target as TargetFacts, Trace},
+    report::document::{Document, Dump, Events, Site, Target as TargetFacts, Timing, Trace},
 };
 
 /// How often what the programs did not announce is looked for.
@@ -156,6 +156,7 @@ struct Session<'p> {
     strangers: HashMap<Tgid, Option<u64>>,
     exits: mpsc::UnboundedSender<Tgid>,
     started: Instant,
+    timing: Timing,
     notes: Vec<String>,
     progress: &'p mut dyn Progress,
     root: Option<Tgid>,
@@ -163,6 +164,7 @@ struct Session<'p> {
 
 /// Runs a trace to its end. Signals: SIGINT, SIGTERM and SIGHUP end it with a report.
 pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome, TraceError> {
+    let started_ns = now();
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
     let mut hangup = signal(SignalKind::hangup())?;
@@ -194,6 +196,7 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
         strangers: HashMap::new(),
         exits,
         started: Instant::now(),
+        timing: Timing { started_ns, ..Timing::default() },
         notes: Vec::new(),
         progress,
         root: None,
@@ -348,6 +351,7 @@ impl Session<'_> {
             target.torch_npu = self.attacher.torch_npu_version(&target.process);
         }
         if attached.relevant {
+            self.timing.attached_ns.get_or_insert_with(now);
             let line = self.began_line(tgid, &attached);
             self.progress.began(line);
         }
@@ -549,6 +553,7 @@ impl Session<'_> {
         if !self.targets.contains_key(&event.tgid) && !self.meet(event.tgid) {
             return;
         }
+        self.timing.first_event_ns.get_or_insert(event.time);
         let change = self.online.apply(&event);
         self.dump(&event, &change);
     }
@@ -665,6 +670,7 @@ impl Session<'_> {
             dump: dump.and_then(|(path, complete, reason)| {
                 Some(Dump { path: path?.display().to_string(), complete, reason })
             }),
+            timing: Timing { ended_ns: now(), ..self.timing },
             notes: self.notes,
         };
         let mut document = Document::new(trace, &self.online);

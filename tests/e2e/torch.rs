@@ -1,1 +1,430 @@
-//! The tracer on the real wheels.
+//! The tracer on the real torch and torch_npu wheels, above the simulated CANN.
+
+use std::{
+    collections::BTreeSet,
+    path::{Path, PathBuf},
+    thread,
+    time::Duration,
+};
+
+use anyhow::{Context, Result, ensure};
+use memscope_e2e::{Block, DumpFile, Ground, Report, Target, Traced, Tracer, truth};
+use serde_json::Value;
+
+/// The 8.x layout of CANN, and the 9.x layout.
+const GROUNDS: [Ground; 2] = [Ground::Torch("2.7.1"), Ground::Torch("2.14.0")];
+
+/// How late train_leak.py frees what it frees late.
+const LATE_STEPS: u64 = 3;
+
+struct Run {
+    target: Target,
+    file: PathBuf,
+    _dir: tempfile::TempDir,
+}
+
+impl Run {
+    /// Starts a workload; it tells the truth to a file.
+    fn start(ground: Ground, program: &str, args: &[&str], env: &[(&str, &str)]) -> Result<Self> {
+        let dir = tempfile::tempdir()?;
+        let file = dir.path().join("truth.jsonl");
+        let path = file.to_string_lossy().into_owned();
+        let mut command = ground.command(&[&[program, "--truth", &path], args].concat());
+        command.envs(env.iter().copied());
+        Ok(Self { target: Target::start(command)?, file, _dir: dir })
+    }
+
+    /// Starts it held: it has imported everything and waits for [`Run::go`].
+    fn held(ground: Ground, program: &str, args: &[&str], env: &[(&str, &str)]) -> Result<Self> {
+        let dir = tempfile::tempdir()?;
+        let gate = dir.path().join("go").to_string_lossy().into_owned();
+        let file = dir.path().join("truth.jsonl");
+        let path = file.to_string_lossy().into_owned();
+        let mut command = ground.command(&[&[program, "--truth", &path, "--wait-file", &gate], args].concat());
+        command.envs(env.iter().copied());
+        let run = Self { target: Target::start(command)?, file, _dir: dir };
+        run.wait_for(|line| line["event"] == "ready")?;
+        Ok(run)
+    }
+
+    fn go(&self) -> Result<()> {
+        Ok(std::fs::write(self._dir.path().join("go"), "")?)
+    }
+
+    /// Waits until the truth has such a line.
+    fn wait_for(&self, wanted: impl Fn(&Value) -> bool) -> Result<()> {
+        for _ in 0..12_000 {
+            if truth(&self.file).is_ok_and(|lines| lines.iter().any(&wanted)) {
+                return Ok(());
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        anyhow::bail!("{} does not have what was waited for", self.file.display())
+    }
+
+    /// Waits for the end of both; what they say.
+    fn finish(self, tracer: Tracer) -> Result<(u32, Vec<Value>, Traced)> {
+        let Self { target, file, _dir } = self;
+        let pid = target.pid();
+        let (status, lines, errors) = target.finish()?;
+        ensure!(status.success(), "{status}: {lines:?} {errors}");
+        Ok((pid, truth(&file)?, tracer.finish()?))
+    }
+}
+
+fn tell(lines: &[Value], event: &str, kind: Option<&str>) -> Vec<Block> {
+    let wanted = |line: &&Value| line["event"] == event && kind.is_none_or(|kind| line["kind"] == kind);
+    lines
+        .iter()
+        .filter(wanted)
+        .map(|line| Block {
+            step: line["step"].as_u64().unwrap_or(0),
+            ptr: line["ptr"].as_u64().unwrap_or(0),
+            size: line["nbytes"].as_u64().unwrap_or(0),
+        })
+        .collect()
+}
+
+/// The pool rounds a request up, and leaves a rest of less than 1 MiB with the block.
+fn assert_same(found: &[Block], wanted: &[Block], what: &str) {
+    let keys = |blocks: &[Block]| blocks.iter().map(|b| (b.step, b.ptr)).collect::<BTreeSet<_>>();
+    assert_eq!(keys(found), keys(wanted), "{what}: {found:?} is not {wanted:?}");
+    assert_eq!(found.len(), wanted.len(), "{what}");
+    for block in found {
+        let asked = wanted.iter().find(|b| (b.step, b.ptr) == (block.step, block.ptr)).map_or(0, |b| b.size);
+        assert!(
+            block.size >= asked && block.size <= asked + (1 << 20) + 1024,
+            "{what}: {block:?} for {asked} bytes"
+        );
+    }
+}
+
+/// At each mark in the dump, the pool's totals are what torch_npu said at that mark.
+fn totals_agree_at_every_mark(lines: &[Value], traced: &Traced, pid: u32, device: u64) -> Result<usize> {
+    let files = traced.dump(pid)?;
+    let name = format!("/device_{device}/");
+    let file = files.iter().find(|f| f.path.to_string_lossy().contains(&name)).context("no dump of the device")?;
+    let mut marks = lines.iter().filter(|line| line["event"] == "mark" && line["device"] == device);
+    let mut totals = None;
+    let mut compared = 0;
+    for row in &file.rows {
+        if row["Event Type"] == "PTA" {
+            totals = DumpFile::attr(row, "used").map(str::to_owned).zip(DumpFile::attr(row, "total").map(str::to_owned));
+        } else if row["Event Type"] == "Mark" {
+            let text = row["Name"].trim_matches('"');
+            let mark = marks.find(|mark| mark["text"] == text).with_context(|| format!("no mark {text:?} in the truth"))?;
+            let Some((used, total)) = &totals else { continue };
+            assert_eq!(*used, mark["allocated"].to_string(), "allocated at {text}");
+            assert_eq!(*total, mark["reserved"].to_string(), "reserved at {text}");
+            compared += 1;
+        }
+    }
+    Ok(compared)
+}
+
+/// What the report must say of `train_leak.py` with so many steps, wherever it was attached.
+fn assert_leaks(report: &Report, pid: u32, lines: &[Value], steps: u64) -> Result<u64> {
+    let device = report.device(pid, 0)?;
+    let seen = report.0["steps"].as_array().map(Vec::len).unwrap_or_default() as u64;
+    // Our step n is the script's step n + offset.
+    let offset = steps - seen;
+    let shifted = |blocks: Vec<Block>, from: u64, to: u64| -> Vec<Block> {
+        let inside = blocks.into_iter().filter(|b| b.step >= offset + from && b.step <= offset + to);
+        inside.map(|b| Block { step: b.step - offset, ..b }).collect()
+    };
+    let pta: Vec<&Value> =
+        device["leaks"].as_array().into_iter().flatten().filter(|leak| leak["pool"] == "PTA").collect();
+    assert_eq!(pta.len(), device["leaks"].as_array().map_or(0, Vec::len), "only the pool's blocks leak");
+    let found = report.blocks(device, "leaks");
+    // The last step's blocks can not be judged; the first step warms up.
+    let mut wanted = shifted(tell(lines, "leak", None), 2, seen - 1);
+    let state = shifted(tell(lines, "keep", Some("state")), 2, seen - 1);
+    wanted.extend(state.iter().cloned());
+    // A leak that got a block like those that are freed some steps late is only young until it has outlived them.
+    let young: BTreeSet<u64> = report.blocks(device, "not_judged").iter().map(|b| b.ptr).collect();
+    let late = tell(lines, "keep", Some("late")).first().map_or(0, |block| block.size);
+    wanted.retain(|block| {
+        let as_the_late = found.iter().all(|b| b.ptr != block.ptr) && block.size < late && block.size > late / 2;
+        !(as_the_late && block.step + LATE_STEPS >= seen && young.contains(&block.ptr))
+    });
+    assert_same(&found, &wanted, "leaks");
+    for leak in pta {
+        let ptr = leak["ptr"].as_str().map(memscope_e2e::pointer);
+        if state.iter().any(|block| Some(block.ptr) == ptr) {
+            assert_eq!(leak["pattern"], "once", "state that is built late is no headline");
+        }
+        assert!(leak["op"].as_str().is_some_and(|op| op.starts_with("aclnn")), "{leak}");
+        assert_eq!(leak["tid"], pid);
+    }
+    assert_eq!(report.lost(), 0);
+    Ok(seen)
+}
+
+/// The main job: attached to a loop that runs, the leak is named to the block.
+#[test]
+fn a_running_training_loop_is_traced_and_its_leaks_are_exactly_the_truth() -> Result<()> {
+    for ground in GROUNDS {
+        if !ground.is_ready() {
+            continue;
+        }
+        let args = ["--steps", "28", "--step-ms", "200", "--last-block"];
+        let run = Run::start(ground, "train_leak.py", &args, &[])?;
+        run.wait_for(|line| line["event"] == "mark" && line["step"] == 3)?;
+        let tracer = Tracer::start(&["-p", &run.target.pid().to_string()])?.attached()?;
+        let (pid, lines, traced) = run.finish(tracer)?;
+        let report = traced.report()?;
+        let seen = assert_leaks(&report, pid, &lines, 28)?;
+        assert!(seen >= 15, "{seen} whole steps seen");
+        let device = report.device(pid, 0)?;
+        let last = tell(&lines, "keep", Some("last"));
+        let not_judged = report.blocks(device, "not_judged");
+        assert!(not_judged.iter().any(|b| b.ptr == last[0].ptr && b.size >= 64 << 20), "{not_judged:?}");
+        assert_eq!(report.blocks(device, "not_judged").iter().map(|b| b.size).max(), Some(not_judged.iter().map(|b| b.size).max().unwrap_or(0)));
+        let late = report.blocks(device, "late");
+        let dropped: BTreeSet<u64> = tell(&lines, "drop", Some("late")).iter().map(|b| b.ptr).collect();
+        assert!(late.iter().filter(|b| dropped.contains(&b.ptr)).count() >= 5, "{late:?}");
+        let compared = totals_agree_at_every_mark(&lines, &traced, pid, 0)?;
+        assert!(compared as u64 >= seen, "{compared} marks compared, {seen} steps");
+        let target = &report.0["targets"][0];
+        assert!(target["torch_npu"].as_str().is_some_and(|v| ground == Ground::Torch("2.7.1") || v.starts_with("2.14")), "{target}");
+        assert_eq!(target["devices"], serde_json::json!([0]));
+    }
+    Ok(())
+}
+
+/// A steady ring of batches, a bounded cache, late frees and state, and no leak.
+#[test]
+fn a_loop_without_leaks_has_none() -> Result<()> {
+    let ground = GROUNDS[0];
+    if !ground.is_ready() {
+        return Ok(());
+    }
+    let args = ["--steps", "24", "--step-ms", "100", "--no-leaks", "--optimizer", "adamw"];
+    let run = Run::start(ground, "train_leak.py", &args, &[])?;
+    run.wait_for(|line| line["event"] == "mark" && line["step"] == 2)?;
+    let tracer = Tracer::start(&["-p", &run.target.pid().to_string(), "--fail-on", "leaks"])?.attached()?;
+    let (pid, lines, traced) = run.finish(tracer)?;
+    assert_leaks(&traced.report()?, pid, &lines, 24)?;
+    assert_eq!(traced.status.code(), Some(0), "state built once is no finding");
+    Ok(())
+}
+
+/// The trace ends while the loop goes on, in the middle of the ring.
+#[test]
+fn a_trace_that_ends_before_the_loop_reports_no_ring_as_leaks() -> Result<()> {
+    let ground = GROUNDS[0];
+    if !ground.is_ready() {
+        return Ok(());
+    }
+    let run = Run::start(ground, "train_leak.py", &["--steps", "0", "--step-ms", "150", "--stop-file", "/nonexistent"], &[])?;
+    run.wait_for(|line| line["event"] == "mark" && line["step"] == 8)?;
+    let pid = run.target.pid();
+    let tracer = Tracer::start(&["-p", &pid.to_string(), "-d", "4", "--fail-on", "leaks"])?.attached()?;
+    let traced = tracer.finish()?;
+    assert_eq!(traced.status.code(), Some(1), "leaks were found");
+    let report = traced.report()?;
+    let lines = truth(&run.file)?;
+    let leaked: BTreeSet<u64> = tell(&lines, "leak", None).iter().map(|b| b.ptr).collect();
+    let found = report.blocks(report.device(pid, 0)?, "leaks");
+    let wrong: Vec<_> = found.iter().filter(|b| !leaked.contains(&b.ptr)).collect();
+    assert!(found.len() >= 5 && wrong.is_empty(), "{wrong:?}");
+    Ok(())
+}
+
+#[test]
+fn from_the_first_instruction_the_live_bytes_are_the_allocators_own() -> Result<()> {
+    for ground in GROUNDS {
+        if !ground.is_ready() {
+            continue;
+        }
+        let run = Run::held(ground, "train_leak.py", &["--steps", "10", "--last-block", "--end", "os-exit"], &[])?;
+        let tracer = Tracer::start(&["-p", &run.target.pid().to_string()])?.attached()?;
+        run.go()?;
+        let (pid, lines, traced) = run.finish(tracer)?;
+        let report = traced.report()?;
+        assert_leaks(&report, pid, &lines, 10)?;
+        let marks = totals_agree_at_every_mark(&lines, &traced, pid, 0)?;
+        assert_eq!(marks, 11, "before the first step, and at the end of each");
+        // Seen from the first block on, the sum of the blocks is the allocator's total.
+        let files = traced.dump(pid)?;
+        let mut live = 0i128;
+        for row in files.iter().flat_map(|f| &f.rows).filter(|r| r["Event Type"] == "PTA") {
+            let size: i128 = DumpFile::attr(row, "size").context("no size")?.parse()?;
+            live += if row["Event"] == "MALLOC" { size } else { -size };
+            if let Some(used) = DumpFile::attr(row, "used") {
+                assert_eq!(used, live.to_string(), "{row:?}");
+            }
+        }
+        // Driver memory is the pool's segments, to the byte.
+        let device = report.device(pid, 0)?;
+        let pta = report.pool(device, "PTA").context("no PTA")?;
+        let last = lines.iter().rfind(|line| line["event"] == "mark").context("no mark")?;
+        assert_eq!(pta["allocated"], last["allocated"]);
+        assert_eq!(pta["reserved"], last["reserved"]);
+        assert_eq!(device["reconciliation"]["unexplained_bytes"], 0, "{:#}", device["reconciliation"]);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_target_that_dies_in_a_step_leaves_a_full_report() -> Result<()> {
+    let ground = GROUNDS[0];
+    if !ground.is_ready() {
+        return Ok(());
+    }
+    for how in ["os._exit", "SIGTERM", "SIGKILL"] {
+        let mut args = vec!["--steps", "400", "--step-ms", "50"];
+        if how == "os._exit" {
+            args.extend(["--exit-in-step", "12"]);
+        }
+        let run = Run::held(ground, "train_leak.py", &args, &[])?;
+        let pid = run.target.pid();
+        let tracer = Tracer::start(&["-p", &pid.to_string()])?.attached()?;
+        run.go()?;
+        match how {
+            "os._exit" => run.wait_for(|line| line["event"] == "exit")?,
+            _ => {
+                run.wait_for(|line| line["event"] == "mark" && line["step"] == 11)?;
+                run.target.signal(if how == "SIGTERM" { libc::SIGTERM } else { libc::SIGKILL });
+            }
+        }
+        let lines = truth(&run.file)?;
+        let traced = tracer.finish()?;
+        let report = traced.report()?;
+        let device = report.device(pid, 0)?;
+        let found: BTreeSet<u64> = report.blocks(device, "leaks").iter().map(|b| b.ptr).collect();
+        let wanted = tell(&lines, "leak", None).into_iter().filter(|b| (2..=9).contains(&b.step));
+        for block in wanted {
+            assert!(found.contains(&block.ptr), "{how}: {block:?} is missing");
+        }
+        assert!(totals_agree_at_every_mark(&lines, &traced, pid, 0)? >= 10, "{how}: the dump is readable");
+    }
+    Ok(())
+}
+
+#[test]
+fn two_devices_of_one_process_both_get_the_steps() -> Result<()> {
+    for ground in GROUNDS {
+        if !ground.is_ready() {
+            continue;
+        }
+        let run = Run::held(ground, "two_devices.py", &["--steps", "6"], &[])?;
+        let tracer = Tracer::start(&["-p", &run.target.pid().to_string()])?.attached()?;
+        run.go()?;
+        let (pid, lines, traced) = run.finish(tracer)?;
+        let report = traced.report()?;
+        for device in [0, 1] {
+            let wanted: Vec<Block> = lines
+                .iter()
+                .filter(|line| line["event"] == "leak" && line["device"] == device)
+                .map(|line| Block {
+                    step: line["step"].as_u64().unwrap_or(0),
+                    ptr: line["ptr"].as_u64().unwrap_or(0),
+                    size: line["nbytes"].as_u64().unwrap_or(0),
+                })
+                .filter(|block| (2..6).contains(&block.step))
+                .collect();
+            assert_eq!(wanted.len(), 4);
+            assert_same(&report.blocks(report.device(pid, device)?, "leaks"), &wanted, "leaks of a device");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn an_out_of_memory_of_the_pool_is_reported() -> Result<()> {
+    for ground in GROUNDS {
+        if !ground.is_ready() {
+            continue;
+        }
+        let memory = (1u64 << 30).to_string();
+        let run = Run::held(ground, "oom.py", &["--block-mib", "60"], &[("SIM_CANN_HBM_BYTES", &memory)])?;
+        let tracer = Tracer::start(&["-p", &run.target.pid().to_string()])?.attached()?;
+        run.go()?;
+        let (pid, lines, traced) = run.finish(tracer)?;
+        let report = traced.report()?;
+        let truth = lines.iter().find(|line| line["event"] == "oom").context("no oom in the truth")?;
+        let held = truth["blocks"].as_u64().context("no count")?;
+        let device = report.device(pid, 0)?;
+        let ooms: Vec<_> = device["oom"].as_array().into_iter().flatten().filter(|o| o["recovered"] != true).collect();
+        assert_eq!(ooms.len(), 1, "{:#}", device["oom"]);
+        let oom = ooms[0];
+        assert!(oom["requested"].as_u64() >= Some(60 << 20), "{oom}");
+        let pta = oom["pools"].as_array().into_iter().flatten().find(|p| p["pool"] == "PTA").context("no PTA")?;
+        assert!(pta["allocated"].as_u64() >= Some(held * (60 << 20)), "{pta}");
+        let largest = oom["largest"].as_array().context("no largest blocks")?;
+        assert_eq!(largest.len(), 10);
+        assert!(largest.iter().all(|b| b["size"].as_u64() >= Some(60 << 20)));
+    }
+    Ok(())
+}
+
+/// Blocks that another stream still uses when Python drops them: allocated falls at once, as torch counts it.
+#[test]
+fn frees_deferred_across_streams_are_counted_as_torch_counts_them() -> Result<()> {
+    for ground in GROUNDS {
+        if !ground.is_ready() {
+            continue;
+        }
+        let run = Run::held(ground, "deferred_free.py", &["--steps", "6"], &[])?;
+        let tracer = Tracer::start(&["-p", &run.target.pid().to_string()])?.attached()?;
+        run.go()?;
+        let (pid, lines, traced) = run.finish(tracer)?;
+        assert!(totals_agree_at_every_mark(&lines, &traced, pid, 0)? >= 17);
+        let report = traced.report()?;
+        assert!(report.blocks(report.device(pid, 0)?, "leaks").is_empty());
+    }
+    Ok(())
+}
+
+/// Traced or not, the program computes and allocates the same.
+#[test]
+fn the_targets_output_is_the_same_with_and_without_us() -> Result<()> {
+    let ground = GROUNDS[0];
+    if !ground.is_ready() {
+        return Ok(());
+    }
+    let marks = |lines: &[Value]| -> Vec<(String, String, String)> {
+        let of = |line: &Value, key: &str| line[key].to_string();
+        let marks = lines.iter().filter(|line| line["event"] == "mark");
+        marks.map(|line| (of(line, "text"), of(line, "loss"), of(line, "allocated"))).collect()
+    };
+    let plain = Run::start(ground, "train_leak.py", &["--steps", "8"], &[])?;
+    let (status, ..) = plain.target.finish()?;
+    ensure!(status.success());
+    let untraced = marks(&truth(&plain.file)?);
+    assert_eq!(untraced.len(), 9);
+    let run = Run::held(ground, "train_leak.py", &["--steps", "8"], &[])?;
+    let tracer = Tracer::start(&["-p", &run.target.pid().to_string(), "--level", "kernel"])?.attached()?;
+    run.go()?;
+    let (_, lines, _) = run.finish(tracer)?;
+    assert_eq!(marks(&lines), untraced);
+    Ok(())
+}
+
+/// `-- COMMAND`: the libraries come by import, seconds after the start, and nothing is missed.
+#[test]
+fn a_python_program_is_traced_from_its_start() -> Result<()> {
+    for ground in GROUNDS {
+        if !ground.is_ready() {
+            continue;
+        }
+        let dir = tempfile::tempdir()?;
+        let file = dir.path().join("truth.jsonl");
+        let command = ground.command(&["train_leak.py", "--steps", "8", "--truth", &file.to_string_lossy()]);
+        let words: Vec<String> = std::iter::once(command.get_program())
+            .chain(command.get_args())
+            .map(|word| word.to_string_lossy().into_owned())
+            .collect();
+        let mut args = vec!["--"];
+        args.extend(words.iter().map(String::as_str));
+        let traced = Tracer::start(&args)?.finish()?;
+        assert_eq!(traced.status.code(), Some(0), "{:?}", traced.messages);
+        let report = traced.report()?;
+        let pid = report.0["steps"][0]["pid"].as_u64().context("no step")? as u32;
+        let lines = truth(Path::new(&file))?;
+        assert_leaks(&report, pid, &lines, 8)?;
+        assert_eq!(report.site("aclInit").0, 1, "the first call of all was seen");
+    }
+    Ok(())
+}

@@ -1,10 +1,13 @@
 //! Development tasks: `cargo xtask TASK`.
 
 mod bed;
+mod bench;
 mod command;
+mod demo;
 mod ebpf;
 mod setup;
 mod sim;
+mod test;
 
 use clap::Parser;
 
@@ -19,6 +22,12 @@ enum Task {
     Sim(sim::Args),
     /// Make a test bed: the real torch and torch_npu on the simulated CANN
     Bed(bed::Args),
+    /// Trace a leaking training loop on the real wheels, and check what the report says of it
+    Demo(demo::Args),
+    /// Everything that must hold: formatting, lints, unit and end-to-end tests
+    Test(test::Args),
+    /// Measure what tracing costs
+    Bench(bench::Args),
 }
 
 fn main() -> anyhow::Result<()> {
@@ -30,5 +39,8 @@ fn main() -> anyhow::Result<()> {
         }
         Task::Sim(args) => sim::run(&args),
         Task::Bed(args) => bed::run(&args),
+        Task::Demo(args) => demo::demo(&args),
+        Task::Test(args) => test::test(&args),
+        Task::Bench(args) => bench::bench(&args),
     }
 }

@@ -2,7 +2,9 @@
 //!
 //! A program that is refused tries again: with another page size, after its pool has given back what it had
 //! cached. Refusals of one request in a row on one thread are one out-of-memory with several attempts, and
-//! the last attempt says how things stood. When the request succeeds in the end, the program has recovered.
+//! the last attempt says how things stood. When the request succeeds in the end, nobody has noticed: it has
+//! recovered. Anything else that the thread does meanwhile (an operator, a mark, a free of its own) shows that the
+//! refusal has come back to the program; what it asks for then is another request.
 
 use std::cmp::Reverse;
 
@@ -92,9 +94,24 @@ impl Analysis for OutOfMemory {
                 }
             }
             (EventKind::Exec | EventKind::Exit, _) => self.open.retain(|(tgid, _), _| *tgid != event.tgid),
-            _ => {}
+            _ if self.open.is_empty() => {}
+            (EventKind::Free(free), _) if is_driver(free.pool) && caches(event.tgid, ledger) => {}
+            _ => {
+                self.open.remove(&(event.tgid, event.tid));
+            }
         }
     }
+}
+
+fn is_driver(pool: Pool) -> bool {
+    matches!(pool, Pool::Hal | Pool::Host)
+}
+
+/// Whether a framework's pool stands between the program and the driver: then what is given back to the driver
+/// after a refusal is the pool's cache, and the request goes on.
+fn caches(tgid: Tgid, ledger: &Ledger) -> bool {
+    let devices = ledger.process(tgid).map(Process::devices).unwrap_or_default();
+    devices.iter().any(|d| Pool::ALL.into_iter().any(|pool| !is_driver(pool) && d.pool(pool).was_used()))
 }
 
 impl OutOfMemory {

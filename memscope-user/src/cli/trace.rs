@@ -3,13 +3,15 @@
 use std::{
     collections::HashSet,
     ffi::OsString,
-    io::{self, IsTerminal, Write},
-    os::unix::process::ExitStatusExt,
-    path::PathBuf,
+    fs::File,
+    io::{self, BufWriter, IsTerminal, Write},
+    os::unix::{fs::OpenOptionsExt, process::ExitStatusExt},
+    path::{Path, PathBuf},
     process::ExitStatus,
     time::Duration,
 };
 
+use anyhow::Context;
 use clap::Args;
 use regex::Regex;
 
@@ -72,6 +74,9 @@ pub struct TraceArgs {
     /// The report as one JSON document on standard output (what COMMAND writes there goes to standard error)
     #[arg(long, help_heading = "Output")]
     json: bool,
+    /// Write the JSON report to this file as well
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    report: Option<PathBuf>,
     /// Exit with code 1 when this is found [leaks]
     #[arg(long, value_name = "LIST", help_heading = "Output")]
     fail_on: Option<List<FailWord>>,
@@ -157,6 +162,8 @@ impl TraceArgs {
 
 pub(super) fn run(args: TraceArgs, quiet: bool) -> anyhow::Result<Verdict> {
     let json = args.json;
+    // Before the trace: afterwards it would be too late to say that the file can not be written.
+    let report = args.report.as_deref().map(create_report).transpose()?;
     let fail_on_leaks = args.fail_on.as_ref().is_some_and(|list| list.0.contains(&FailWord::Leaks));
     let config = args.config()?;
     if fail_on_leaks && !config.leaks {
@@ -167,11 +174,22 @@ pub(super) fn run(args: TraceArgs, quiet: bool) -> anyhow::Result<Verdict> {
     let outcome = runtime.block_on(trace::run(config, &mut progress))?;
     progress.end();
     print(&outcome.document, json)?;
+    if let Some(mut file) = report {
+        serde_json::to_writer(&mut file, &outcome.document).context("can not write the report")?;
+        file.flush().context("can not write the report")?;
+    }
     Ok(match outcome.status {
         Some(status) if !status.success() => Verdict::Passed(exit_code(status)),
         _ if fail_on_leaks && outcome.document.has_leaks() => Verdict::Findings,
         _ => Verdict::Fine,
     })
+}
+
+fn create_report(path: &Path) -> anyhow::Result<BufWriter<File>> {
+    let mut options = File::options();
+    options.write(true).create(true).truncate(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
+    let file = options.open(path).with_context(|| format!("can not write the report to {}", path.display()))?;
+    Ok(BufWriter::new(file))
 }
 
 fn print(document: &Document, json: bool) -> anyhow::Result<()> {

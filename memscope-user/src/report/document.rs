@@ -34,8 +34,19 @@ pub struct Document {
     pub devices: Vec<Device>,
     pub processes: Vec<ProcessFacts>,
     pub dump: Option<Dump>,
+    pub timing: Timing,
     /// What else the reader must know to judge the figures.
     pub notes: Vec<String>,
+}
+
+/// When the trace was what, in ns of the wall clock.
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+pub struct Timing {
+    pub started_ns: Nanos,
+    /// Sites of the first process were attached.
+    pub attached_ns: Option<Nanos>,
+    pub first_event_ns: Option<Nanos>,
+    pub ended_ns: Nanos,
 }
 
 /// What the document says of the trace itself: all that is not in the ledger or the analyses.
@@ -45,6 +56,7 @@ pub struct Trace {
     pub sites: Vec<Site>,
     pub events: Events,
     pub dump: Option<Dump>,
+    pub timing: Timing,
     pub notes: Vec<String>,
 }
 
@@ -301,6 +313,7 @@ impl Document {
             devices,
             processes,
             dump: trace.dump,
+            timing: trace.timing,
             notes: trace.notes,
         }
     }
