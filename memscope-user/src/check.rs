@@ -82,8 +82,13 @@ fn privileges() -> Line {
     if has("CAP_SYS_ADMIN") && has("CAP_SYS_PTRACE") {
         return Line::good("privileges", "all that is needed");
     }
-    let missing: Vec<_> = ["CAP_BPF", "CAP_PERFMON", "CAP_SYS_PTRACE"].into_iter().filter(|name| !has(name)).collect();
-    let held = if held.is_empty() { "none of the capabilities that tracing needs".to_owned() } else { held.join(", ") };
+    let missing: Vec<_> =
+        ["CAP_BPF", "CAP_PERFMON", "CAP_SYS_PTRACE"].into_iter().filter(|name| !has(name)).collect();
+    let held = if held.is_empty() {
+        "none of the capabilities that tracing needs".to_owned()
+    } else {
+        held.join(", ")
+    };
     if missing.is_empty() {
         return Line::limited(
             "privileges",
@@ -113,11 +118,18 @@ fn sysctls() -> Vec<Line> {
         });
     }
     if let Some(level) = read("kernel/unprivileged_bpf_disabled") {
-        lines.push(Line::good("unprivileged_bpf", if level == 0 { "allowed" } else { "not allowed (fine: the tracer is privileged)" }));
+        lines.push(Line::good(
+            "unprivileged_bpf",
+            if level == 0 { "allowed" } else { "not allowed (fine: the tracer is privileged)" },
+        ));
     }
     if let Some(scope) = read("kernel/yama/ptrace_scope") {
         lines.push(if scope >= 3 {
-            Line::limited("yama ptrace_scope", "3", "`-- COMMAND` can not hold its command at the start; -p and -a work")
+            Line::limited(
+                "yama ptrace_scope",
+                "3",
+                "`-- COMMAND` can not hold its command at the start; -p and -a work",
+            )
         } else {
             Line::good("yama ptrace_scope", scope.to_string())
         });
@@ -142,13 +154,17 @@ fn programs() -> Line {
     let config = Config { ring_bytes: 64 * 1024, classes: Default::default(), mechanism: None, empty: false };
     match Attacher::new(config) {
         Ok(_) => Line::good("BPF programs", "load, with ring buffer"),
-        Err(e) => Line::bad("BPF programs", e.to_string(), "see the lines above; the ring buffer needs kernel 5.8"),
+        Err(e) => {
+            Line::bad("BPF programs", e.to_string(), "see the lines above; the ring buffer needs kernel 5.8")
+        }
     }
 }
 
 fn mechanism(features: Features) -> Line {
     match features {
-        Features { uprobe_multi: true, uprobe_multi_pid: true, .. } => Line::good("attaching", "uprobe_multi"),
+        Features { uprobe_multi: true, uprobe_multi_pid: true, .. } => {
+            Line::good("attaching", "uprobe_multi")
+        }
         Features { uprobe_multi: true, .. } => Line::limited(
             "attaching",
             "uprobe_multi, whose PID filter is wrong in this kernel",

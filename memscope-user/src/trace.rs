@@ -302,12 +302,12 @@ impl Session<'_> {
             .attacher
             .sites()
             .iter()
-            .filter(|s| s.scope == Scope::Process(tgid) && s.found.is_some() && s.probe.class != Class::Context)
+            .filter(|s| {
+                s.scope == Scope::Process(tgid) && s.found.is_some() && s.probe.class != Class::Context
+            })
             .collect();
         match memory.iter().find_map(|s| s.failure().map(str::to_owned)) {
-            Some(reason) => {
-                Err(TraceError::NothingAttached { tgid, command, sites: memory.len(), reason })
-            }
+            Some(reason) => Err(TraceError::NothingAttached { tgid, command, sites: memory.len(), reason }),
             None if !memory.is_empty() => Ok(()),
             None => Err(TraceError::NoLibraries { tgid, command, wanted: wanted_libraries(), files }),
         }
@@ -456,11 +456,8 @@ impl Session<'_> {
             }
             match notice {
                 None => {}
-                Some(Notice::Mapped(tgid)) => {
-                    if !mapped.contains(&tgid) {
-                        mapped.push(tgid);
-                    }
-                }
+                Some(Notice::Mapped(tgid)) if mapped.contains(&tgid) => {}
+                Some(Notice::Mapped(tgid)) => mapped.push(tgid),
                 Some(Notice::Exec(tgid)) => {
                     if let Some(target) = self.targets.get_mut(&tgid) {
                         target.process.refresh();
@@ -590,7 +587,9 @@ impl Session<'_> {
     fn is_over(&self) -> bool {
         match self.config.targets {
             Targets::All => false,
-            Targets::Command(_) | Targets::Called(_) | Targets::Processes(_) => self.targets.values().all(|t| t.ended),
+            Targets::Command(_) | Targets::Called(_) | Targets::Processes(_) => {
+                self.targets.values().all(|t| t.ended)
+            }
         }
     }
 
@@ -601,8 +600,12 @@ impl Session<'_> {
 
     fn show_status(&mut self) {
         let lost = self.lost();
-        let live =
-            Live { online: &self.online, received: self.decoder.received, lost, elapsed: self.started.elapsed() };
+        let live = Live {
+            online: &self.online,
+            received: self.decoder.received,
+            lost,
+            elapsed: self.started.elapsed(),
+        };
         self.progress.status(&live);
     }
 
@@ -614,7 +617,11 @@ impl Session<'_> {
                 .files
                 .iter()
                 .find_map(|f| f.failure.as_ref().map(|why| format!("{}: {why}", f.path.display())))
-                .or_else(|| (summary.dropped_rows > 0).then(|| format!("{} rows were dropped: the disk could not keep up", summary.dropped_rows)))
+                .or_else(|| {
+                    (summary.dropped_rows > 0).then(|| {
+                        format!("{} rows were dropped: the disk could not keep up", summary.dropped_rows)
+                    })
+                })
                 .or_else(|| summary.crashed.then(|| "the writer failed".to_owned()));
             let path = common_parent(summary.files.iter().map(|f| f.path.as_path()));
             (path, complete, reason)
@@ -643,7 +650,10 @@ impl Session<'_> {
             });
         }
         if self.decoder.malformed > 0 {
-            self.notes.push(format!("{} records could not be decoded: a fault of the tracer", self.decoder.malformed));
+            self.notes.push(format!(
+                "{} records could not be decoded: a fault of the tracer",
+                self.decoder.malformed
+            ));
         }
         let targets = self
             .order

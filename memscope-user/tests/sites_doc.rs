@@ -21,9 +21,13 @@ fn markdown() -> String {
         (Class::Context, "Devices, process, libraries"),
     ];
     for (class, title) in classes {
-        let _ = write!(text, "\n## {title}\n\n| site | expected in | found by | read at | instead of | since |\n|---|---|---|---|---|---|\n");
+        let _ = write!(
+            text,
+            "\n## {title}\n\n| site | expected in | found by | read at | instead of | since |\n|---|---|---|---|---|---|\n"
+        );
         for probe in CATALOGUE.iter().filter(|p| p.class == class) {
-            let libraries = if probe.libraries.is_empty() { "any library".into() } else { probe.libraries.join(", ") };
+            let libraries =
+                if probe.libraries.is_empty() { "any library".into() } else { probe.libraries.join(", ") };
             let by = match probe.at {
                 At::Symbol(symbol) if symbol == probe.site => "its symbol".to_owned(),
                 At::Symbol(symbol) => format!("`{symbol}`"),
@@ -54,7 +58,11 @@ fn the_document_is_the_catalogue() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/sites.md");
     let made = markdown();
     if std::env::var_os("UPDATE_DOCS").is_some() {
-        fs::write(&path, &made).unwrap();
+        fs::write(&path, &made).expect("docs/ is writable");
     }
-    assert_eq!(fs::read_to_string(&path).unwrap_or_default(), made, "run UPDATE_DOCS=1 cargo test --test sites_doc");
+    assert_eq!(
+        fs::read_to_string(&path).unwrap_or_default(),
+        made,
+        "run UPDATE_DOCS=1 cargo test --test sites_doc"
+    );
 }

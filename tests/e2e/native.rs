@@ -82,7 +82,8 @@ fn leaks_are_exactly_the_truth(ground: Ground, extra: &[&str]) -> Result<()> {
         if leak["pattern"] == "once" { once.push(block) } else { recurring.push(block) }
     }
     // No later step can judge what the last one allocated.
-    let (last, earlier): (Vec<_>, Vec<_>) = events(&lines, "leak").into_iter().partition(|block| block.step == 13);
+    let (last, earlier): (Vec<_>, Vec<_>) =
+        events(&lines, "leak").into_iter().partition(|block| block.step == 13);
     assert_eq!(recurring, earlier);
     let not_judged = report.blocks(device, "not_judged");
     assert!(last.iter().all(|block| not_judged.contains(block)), "{not_judged:?}");
@@ -91,7 +92,8 @@ fn leaks_are_exactly_the_truth(ground: Ground, extra: &[&str]) -> Result<()> {
     assert!(late.iter().all(|block| block.size == padded(2 << 20)) && late.len() >= 8, "{late:?}");
     assert_eq!(report.lost(), 0);
     assert_eq!(report.0["steps"].as_array().map(Vec::len), Some(13));
-    let hits: u64 = report.0["sites"].as_array().into_iter().flatten().filter_map(|s| s["hits"].as_u64()).sum();
+    let hits: u64 =
+        report.0["sites"].as_array().into_iter().flatten().filter_map(|s| s["hits"].as_u64()).sum();
     assert_eq!(report.received(), hits, "each hit is one record");
     Ok(())
 }
@@ -99,9 +101,7 @@ fn leaks_are_exactly_the_truth(ground: Ground, extra: &[&str]) -> Result<()> {
 /// The rows of a list in the order in which `Report::blocks` has them.
 fn sorted(device: &Value, list: &str) -> Vec<Value> {
     let mut rows = device[list].as_array().cloned().unwrap_or_default();
-    rows.sort_by_key(|row| {
-        (row["step"].as_u64(), row["ptr"].as_str().map(pointer), row["size"].as_u64())
-    });
+    rows.sort_by_key(|row| (row["step"].as_u64(), row["ptr"].as_str().map(pointer), row["size"].as_u64()));
     rows
 }
 
@@ -181,7 +181,8 @@ fn losses_are_counted_to_the_last_record() -> Result<()> {
         wanted += called;
     }
     assert!(wanted > 80_000, "{calls:?}");
-    let hits: u64 = report.0["sites"].as_array().into_iter().flatten().filter_map(|s| s["hits"].as_u64()).sum();
+    let hits: u64 =
+        report.0["sites"].as_array().into_iter().flatten().filter_map(|s| s["hits"].as_u64()).sum();
     assert_eq!(report.received() + report.lost(), hits);
     assert!(report.lost() > 0, "the ring was to overflow");
     Ok(())
@@ -294,7 +295,14 @@ fn an_out_of_memory_is_reported_with_what_was_asked_and_held() -> Result<()> {
         }
         let dir = tempfile::tempdir()?;
         let file = dir.path().join("truth.jsonl");
-        let mut command = ground.command(&["--wait-stdin", "--truth", &file.to_string_lossy(), "oom", "--size", "67108864"]);
+        let mut command = ground.command(&[
+            "--wait-stdin",
+            "--truth",
+            &file.to_string_lossy(),
+            "oom",
+            "--size",
+            "67108864",
+        ]);
         command.env("SIM_CANN_HBM_BYTES", (1u64 << 30).to_string());
         let mut target = Target::start(command)?;
         wait_for_truth(&file, "ready")?;
@@ -317,7 +325,12 @@ fn an_out_of_memory_is_reported_with_what_was_asked_and_held() -> Result<()> {
         let held = oom["blocks"].as_u64().context("no count")?;
         assert_eq!(largest.len() as u64, held.min(10));
         assert!(largest.iter().all(|block| block["size"] == padded(64 << 20)));
-        let hal = found[0]["pools"].as_array().into_iter().flatten().find(|p| p["pool"] == "HAL").context("no HAL")?;
+        let hal = found[0]["pools"]
+            .as_array()
+            .into_iter()
+            .flatten()
+            .find(|p| p["pool"] == "HAL")
+            .context("no HAL")?;
         assert!(hal["live_bytes"].as_u64() >= Some(held * padded(64 << 20)));
     }
     Ok(())
@@ -330,7 +343,8 @@ fn a_retry_with_normal_pages_is_no_out_of_memory() -> Result<()> {
     }
     let dir = tempfile::tempdir()?;
     let file = dir.path().join("truth.jsonl");
-    let mut command = V9.command(&["--wait-stdin", "--truth", &file.to_string_lossy(), "leak", "--steps", "4", "--marks"]);
+    let mut command =
+        V9.command(&["--wait-stdin", "--truth", &file.to_string_lossy(), "leak", "--steps", "4", "--marks"]);
     command.env("SIM_CANN_HUGE_FAIL", "1");
     let mut target = Target::start(command)?;
     wait_for_truth(&file, "ready")?;
@@ -340,7 +354,8 @@ fn a_retry_with_normal_pages_is_no_out_of_memory() -> Result<()> {
     target.finish()?;
     let report = tracer.finish()?.report()?;
     let device = report.device(pid, 0)?;
-    let unrecovered = device["oom"].as_array().into_iter().flatten().filter(|oom| oom["recovered"] != true).count();
+    let unrecovered =
+        device["oom"].as_array().into_iter().flatten().filter(|oom| oom["recovered"] != true).count();
     assert_eq!(unrecovered, 0, "{:#}", device["oom"]);
     Ok(())
 }
@@ -358,18 +373,26 @@ fn physical_memory_is_counted_by_its_handles() -> Result<()> {
     target.finish()?;
     let traced = tracer.finish()?;
     let rows: Vec<_> = traced.dump(pid)?.into_iter().flat_map(|file| file.rows).collect();
-    let created: Vec<_> = rows.iter().filter(|row| DumpFile::attr(row, "alloc_type") == Some("create")).collect();
-    let sizes: Vec<_> =
-        created.iter().filter(|r| r["Event"] == "MALLOC").filter_map(|row| DumpFile::attr(row, "size")).collect();
+    let created: Vec<_> =
+        rows.iter().filter(|row| DumpFile::attr(row, "alloc_type") == Some("create")).collect();
+    let sizes: Vec<_> = created
+        .iter()
+        .filter(|r| r["Event"] == "MALLOC")
+        .filter_map(|row| DumpFile::attr(row, "size"))
+        .collect();
     assert_eq!(sizes, [(8u64 << 20).to_string(), (4u64 << 20).to_string()]);
     // Retained once, the first is free only when it is released for the second time; the second leaks (its handle
     // may have the value of the first, so blocks are told apart by their ids).
     let frees = |id: Option<&str>| {
-        let of_block = rows.iter().filter(|row| row["Event"] == "FREE" && DumpFile::attr(row, "allocation_id") == id);
+        let of_block =
+            rows.iter().filter(|row| row["Event"] == "FREE" && DumpFile::attr(row, "allocation_id") == id);
         of_block.map(|row| DumpFile::attr(row, "shadow").is_some()).collect::<Vec<_>>()
     };
-    let ids: Vec<_> =
-        created.iter().filter(|r| r["Event"] == "MALLOC").map(|r| DumpFile::attr(r, "allocation_id")).collect();
+    let ids: Vec<_> = created
+        .iter()
+        .filter(|r| r["Event"] == "MALLOC")
+        .map(|r| DumpFile::attr(r, "allocation_id"))
+        .collect();
     assert_eq!(ids.len(), 2);
     assert_eq!(frees(ids[0]), [false]);
     assert_eq!(frees(ids[1]), [true], "written at exit, for a block that was never freed");
@@ -397,7 +420,8 @@ fn pinned_memory_and_other_owners_are_kept_apart() -> Result<()> {
             .flatten()
             .flat_map(|d| d["pools"].as_array().cloned().unwrap_or_default())
             .collect();
-        let pool = pools.iter().find(|p| p["pool"] == wanted).with_context(|| format!("{scene}: {pools:?}"))?;
+        let pool =
+            pools.iter().find(|p| p["pool"] == wanted).with_context(|| format!("{scene}: {pools:?}"))?;
         assert!(pool["peak_bytes"].as_u64() >= Some(5 << 20), "{scene}: {pool}");
     }
     Ok(())
@@ -439,7 +463,8 @@ fn launches_are_counted_and_named_at_kernel_level() -> Result<()> {
     target.finish()?;
     let traced = tracer.finish()?;
     let mut names: BTreeMap<String, usize> = BTreeMap::new();
-    for row in traced.dump(pid)?.iter().flat_map(|file| &file.rows).filter(|r| r["Event"] == "KERNEL_LAUNCH") {
+    for row in traced.dump(pid)?.iter().flat_map(|file| &file.rows).filter(|r| r["Event"] == "KERNEL_LAUNCH")
+    {
         *names.entry(row["Name"].clone()).or_default() += 1;
     }
     assert_eq!(names.values().sum::<usize>(), 300, "{names:?}");
@@ -609,14 +634,21 @@ fn an_unprivileged_user_is_told_what_is_missing() -> Result<()> {
     if !V9.is_ready() {
         return Ok(());
     }
-    let binary = std::env::current_exe()?.ancestors().nth(2).context("no target directory")?.join("memscope-trace");
+    let binary =
+        std::env::current_exe()?.ancestors().nth(2).context("no target directory")?.join("memscope-trace");
     let copy_dir = tempfile::tempdir()?;
     let copy = copy_dir.path().join("memscope-trace");
     fs::copy(&binary, &copy)?;
     fs::set_permissions(copy_dir.path(), fs::Permissions::from_mode(0o755))?;
     let run = |args: &[&str]| {
         Command::new("setpriv")
-            .args(["--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all"])
+            .args([
+                "--reuid=65534",
+                "--regid=65534",
+                "--clear-groups",
+                "--inh-caps=-all",
+                "--bounding-set=-all",
+            ])
             .arg(&copy)
             .args(args)
             .output()

@@ -40,7 +40,8 @@ impl Run {
         let gate = dir.path().join("go").to_string_lossy().into_owned();
         let file = dir.path().join("truth.jsonl");
         let path = file.to_string_lossy().into_owned();
-        let mut command = ground.command(&[&[program, "--truth", &path, "--wait-file", &gate], args].concat());
+        let mut command =
+            ground.command(&[&[program, "--truth", &path, "--wait-file", &gate], args].concat());
         command.envs(env.iter().copied());
         let run = Self { target: Target::start(command)?, file, _dir: dir };
         run.wait_for(|line| line["event"] == "ready")?;
@@ -103,16 +104,21 @@ fn assert_same(found: &[Block], wanted: &[Block], what: &str) {
 fn totals_agree_at_every_mark(lines: &[Value], traced: &Traced, pid: u32, device: u64) -> Result<usize> {
     let files = traced.dump(pid)?;
     let name = format!("/device_{device}/");
-    let file = files.iter().find(|f| f.path.to_string_lossy().contains(&name)).context("no dump of the device")?;
+    let file =
+        files.iter().find(|f| f.path.to_string_lossy().contains(&name)).context("no dump of the device")?;
     let mut marks = lines.iter().filter(|line| line["event"] == "mark" && line["device"] == device);
     let mut totals = None;
     let mut compared = 0;
     for row in &file.rows {
         if row["Event Type"] == "PTA" {
-            totals = DumpFile::attr(row, "used").map(str::to_owned).zip(DumpFile::attr(row, "total").map(str::to_owned));
+            totals = DumpFile::attr(row, "used")
+                .map(str::to_owned)
+                .zip(DumpFile::attr(row, "total").map(str::to_owned));
         } else if row["Event Type"] == "Mark" {
             let text = row["Name"].trim_matches('"');
-            let mark = marks.find(|mark| mark["text"] == text).with_context(|| format!("no mark {text:?} in the truth"))?;
+            let mark = marks
+                .find(|mark| mark["text"] == text)
+                .with_context(|| format!("no mark {text:?} in the truth"))?;
             let Some((used, total)) = &totals else { continue };
             assert_eq!(*used, mark["allocated"].to_string(), "allocated at {text}");
             assert_eq!(*total, mark["reserved"].to_string(), "reserved at {text}");
@@ -144,7 +150,8 @@ fn assert_leaks(report: &Report, pid: u32, lines: &[Value], steps: u64) -> Resul
     let young: BTreeSet<u64> = report.blocks(device, "not_judged").iter().map(|b| b.ptr).collect();
     let late = tell(lines, "keep", Some("late")).first().map_or(0, |block| block.size);
     wanted.retain(|block| {
-        let as_the_late = found.iter().all(|b| b.ptr != block.ptr) && block.size < late && block.size > late / 2;
+        let as_the_late =
+            found.iter().all(|b| b.ptr != block.ptr) && block.size < late && block.size > late / 2;
         !(as_the_late && block.step + LATE_STEPS >= seen && young.contains(&block.ptr))
     });
     assert_same(&found, &wanted, "leaks");
@@ -179,14 +186,22 @@ fn a_running_training_loop_is_traced_and_its_leaks_are_exactly_the_truth() -> Re
         let last = tell(&lines, "keep", Some("last"));
         let not_judged = report.blocks(device, "not_judged");
         assert!(not_judged.iter().any(|b| b.ptr == last[0].ptr && b.size >= 64 << 20), "{not_judged:?}");
-        assert_eq!(report.blocks(device, "not_judged").iter().map(|b| b.size).max(), Some(not_judged.iter().map(|b| b.size).max().unwrap_or(0)));
+        assert_eq!(
+            report.blocks(device, "not_judged").iter().map(|b| b.size).max(),
+            Some(not_judged.iter().map(|b| b.size).max().unwrap_or(0))
+        );
         let late = report.blocks(device, "late");
         let dropped: BTreeSet<u64> = tell(&lines, "drop", Some("late")).iter().map(|b| b.ptr).collect();
         assert!(late.iter().filter(|b| dropped.contains(&b.ptr)).count() >= 5, "{late:?}");
         let compared = totals_agree_at_every_mark(&lines, &traced, pid, 0)?;
         assert!(compared as u64 >= seen, "{compared} marks compared, {seen} steps");
         let target = &report.0["targets"][0];
-        assert!(target["torch_npu"].as_str().is_some_and(|v| ground == Ground::Torch("2.7.1") || v.starts_with("2.14")), "{target}");
+        assert!(
+            target["torch_npu"]
+                .as_str()
+                .is_some_and(|v| ground == Ground::Torch("2.7.1") || v.starts_with("2.14")),
+            "{target}"
+        );
         assert_eq!(target["devices"], serde_json::json!([0]));
     }
     Ok(())
@@ -216,7 +231,12 @@ fn a_trace_that_ends_before_the_loop_reports_no_ring_as_leaks() -> Result<()> {
     if !ground.is_ready() {
         return Ok(());
     }
-    let run = Run::start(ground, "train_leak.py", &["--steps", "0", "--step-ms", "150", "--stop-file", "/nonexistent"], &[])?;
+    let run = Run::start(
+        ground,
+        "train_leak.py",
+        &["--steps", "0", "--step-ms", "150", "--stop-file", "/nonexistent"],
+        &[],
+    )?;
     run.wait_for(|line| line["event"] == "mark" && line["step"] == 8)?;
     let pid = run.target.pid();
     let tracer = Tracer::start(&["-p", &pid.to_string(), "-d", "4", "--fail-on", "leaks"])?.attached()?;
@@ -237,7 +257,8 @@ fn from_the_first_instruction_the_live_bytes_are_the_allocators_own() -> Result<
         if !ground.is_ready() {
             continue;
         }
-        let run = Run::held(ground, "train_leak.py", &["--steps", "10", "--last-block", "--end", "os-exit"], &[])?;
+        let run =
+            Run::held(ground, "train_leak.py", &["--steps", "10", "--last-block", "--end", "os-exit"], &[])?;
         let tracer = Tracer::start(&["-p", &run.target.pid().to_string()])?.attached()?;
         run.go()?;
         let (pid, lines, traced) = run.finish(tracer)?;
@@ -346,11 +367,13 @@ fn an_out_of_memory_of_the_pool_is_reported() -> Result<()> {
         let truth = lines.iter().find(|line| line["event"] == "oom").context("no oom in the truth")?;
         let held = truth["blocks"].as_u64().context("no count")?;
         let device = report.device(pid, 0)?;
-        let ooms: Vec<_> = device["oom"].as_array().into_iter().flatten().filter(|o| o["recovered"] != true).collect();
+        let ooms: Vec<_> =
+            device["oom"].as_array().into_iter().flatten().filter(|o| o["recovered"] != true).collect();
         assert_eq!(ooms.len(), 1, "{:#}", device["oom"]);
         let oom = ooms[0];
         assert!(oom["requested"].as_u64() >= Some(60 << 20), "{oom}");
-        let pta = oom["pools"].as_array().into_iter().flatten().find(|p| p["pool"] == "PTA").context("no PTA")?;
+        let pta =
+            oom["pools"].as_array().into_iter().flatten().find(|p| p["pool"] == "PTA").context("no PTA")?;
         assert!(pta["allocated"].as_u64() >= Some(held * (60 << 20)), "{pta}");
         let largest = oom["largest"].as_array().context("no largest blocks")?;
         assert_eq!(largest.len(), 10);

@@ -78,13 +78,21 @@ impl Ground {
         let missing = if !is_root() {
             Some("root".to_owned())
         } else if !self.launcher().is_file() {
-            Some(format!("{} (cargo xtask {})", self.dir().display(), if matches!(self, Self::Native(_)) { "sim" } else { "bed" }))
+            Some(format!(
+                "{} (cargo xtask {})",
+                self.dir().display(),
+                if matches!(self, Self::Native(_)) { "sim" } else { "bed" }
+            ))
         } else {
             None
         };
         let Some(missing) = missing else { return true };
         let required = std::env::var("MEMSCOPE_REQUIRE").unwrap_or_default();
-        assert!(!required.split(',').any(|r| r == self.name()), "{} is required and there is no {missing}", self.name());
+        assert!(
+            !required.split(',').any(|r| r == self.name()),
+            "{} is required and there is no {missing}",
+            self.name()
+        );
         eprintln!("SKIPPED: there is no {missing}");
         false
     }
@@ -326,7 +334,12 @@ impl Tracer {
         while let Ok(line) = self.messages.recv_timeout(Duration::from_secs(2)) {
             self.said.push(line);
         }
-        Ok(Traced { status, stdout: String::from_utf8_lossy(&stdout).into_owned(), messages: self.said, dir: self.dir })
+        Ok(Traced {
+            status,
+            stdout: String::from_utf8_lossy(&stdout).into_owned(),
+            messages: self.said,
+            dir: self.dir,
+        })
     }
 }
 

@@ -80,7 +80,11 @@ enum Gate {
     File,
 }
 
-fn compare(args: &Args, what: &str, mut measure: impl FnMut(Mode) -> anyhow::Result<f64>) -> anyhow::Result<()> {
+fn compare(
+    args: &Args,
+    what: &str,
+    mut measure: impl FnMut(Mode) -> anyhow::Result<f64>,
+) -> anyhow::Result<()> {
     let modes = [Mode::Untraced, Mode::Bare, Mode::Traced];
     let mut figures = [const { Vec::new() }; 3];
     for _ in 0..args.rounds {
@@ -215,8 +219,15 @@ fn first_event(args: &Args, mut command: Command) -> anyhow::Result<()> {
             times.push((first.saturating_sub(unix) as f64 / 1e6, begin.elapsed().as_secs_f64() - 1.0));
         }
         let (first, beyond): (Vec<f64>, Vec<f64>) = times.into_iter().unzip();
-        println!("\nStart of the tracer to its first event: {:.0} ms (median of {})", median(first), args.rounds);
-        println!("Time beyond the traced second, start and detaching and report: {:.0} ms", median(beyond) * 1e3);
+        println!(
+            "\nStart of the tracer to its first event: {:.0} ms (median of {})",
+            median(first),
+            args.rounds
+        );
+        println!(
+            "Time beyond the traced second, start and detaching and report: {:.0} ms",
+            median(beyond) * 1e3
+        );
         Ok(())
     });
     program.kill()?;

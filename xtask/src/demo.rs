@@ -74,7 +74,10 @@ fn start(args: &Args, truth: &Path) -> anyhow::Result<(Target, bool)> {
         match bed::ensure(&args.version, None) {
             Ok(bed) => {
                 let program = root().join("tests/workloads/torch/train_leak.py");
-                eprintln!("\nA training loop on the unmodified torch_npu {} wheel, which leaks somewhere:", args.version);
+                eprintln!(
+                    "\nA training loop on the unmodified torch_npu {} wheel, which leaks somewhere:",
+                    args.version
+                );
                 let mut command = Command::new(&bed.run);
                 command.arg("python").arg(program).arg("--truth").arg(truth);
                 command.args(["--steps", "0", "--stop-file", "/nonexistent", "--step-ms", "250"]);
@@ -132,7 +135,9 @@ fn check(truth: &Path, report: &PathBuf, torch: bool) -> anyhow::Result<()> {
     let blocks = |list: &str, pattern: Option<&str>| -> BTreeSet<u64> {
         let all = device[list].as_array().into_iter().flatten();
         let wanted = all.filter(|block| pattern.is_none_or(|pattern| block["pattern"] == pattern));
-        wanted.filter_map(|block| u64::from_str_radix(block["ptr"].as_str()?.strip_prefix("0x")?, 16).ok()).collect()
+        wanted
+            .filter_map(|block| u64::from_str_radix(block["ptr"].as_str()?.strip_prefix("0x")?, 16).ok())
+            .collect()
     };
     let leaked = told("leak");
     let found = blocks("leaks", None);
@@ -145,7 +150,8 @@ fn check(truth: &Path, report: &PathBuf, torch: bool) -> anyhow::Result<()> {
     let steps = report["steps"].as_array().context("no steps")?;
     ensure!(steps.len() >= 5, "only {} whole steps were seen", steps.len());
     let judged = |at: &Value| at["end_ns"].as_u64();
-    let bounds = (steps[1]["begin_ns"].as_u64(), steps[..steps.len() - 1].iter().filter_map(judged).next_back());
+    let bounds =
+        (steps[1]["begin_ns"].as_u64(), steps[..steps.len() - 1].iter().filter_map(judged).next_back());
     let (Some(from), Some(to)) = bounds else { bail!("the steps have no times") };
     let offset = wall_minus_monotonic();
     let not_judged = blocks("not_judged", None);
@@ -169,7 +175,8 @@ fn check(truth: &Path, report: &PathBuf, torch: bool) -> anyhow::Result<()> {
 }
 
 fn wall_minus_monotonic() -> i64 {
-    let wall = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_nanos() as i64);
+    let wall =
+        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_nanos() as i64);
     // The programs' times are CLOCK_MONOTONIC, which on Linux is what /proc/uptime counts, less suspends.
     let uptime = fs::read_to_string("/proc/uptime").unwrap_or_default();
     let seconds: f64 = uptime.split(' ').next().and_then(|s| s.parse().ok()).unwrap_or(0.0);

@@ -41,7 +41,9 @@ pub fn test(args: &Args) -> anyhow::Result<()> {
         for version in BEDS {
             match bed::ensure(version, None) {
                 Ok(_) => grounds.push(format!("torch:{version}")),
-                Err(e @ bed::Error::NoWheels { .. }) => eprintln!("tests on torch {version} are left out: {e}"),
+                Err(e @ bed::Error::NoWheels { .. }) => {
+                    eprintln!("tests on torch {version} are left out: {e}")
+                }
                 Err(e) => return Err(e.into()),
             }
         }

@@ -22,7 +22,13 @@ pub struct Features {
 const EXIT: bpf_insn = instruction(0x95, 0, 0);
 
 const fn instruction(code: u8, regs: u8, imm: i32) -> bpf_insn {
-    bpf_insn { code, _bitfield_align_1: [], _bitfield_1: aya_obj::generated::__BindgenBitfieldUnit::new([regs]), off: 0, imm }
+    bpf_insn {
+        code,
+        _bitfield_align_1: [],
+        _bitfield_1: aya_obj::generated::__BindgenBitfieldUnit::new([regs]),
+        off: 0,
+        imm,
+    }
 }
 
 impl Features {
@@ -42,7 +48,8 @@ impl Features {
 
 fn probe_uprobe_multi() -> (bool, bool) {
     let nothing = [instruction(0xb7, 0, 0), EXIT];
-    let Ok(program) = sys::prog_load(sys::PROG_TYPE_KPROBE, sys::TRACE_UPROBE_MULTI, &nothing, "probe_multi") else {
+    let Ok(program) = sys::prog_load(sys::PROG_TYPE_KPROBE, sys::TRACE_UPROBE_MULTI, &nothing, "probe_multi")
+    else {
         return (false, false);
     };
     let attempt = |path: &str, pid| {
@@ -63,9 +70,9 @@ fn probe_uprobe_multi() -> (bool, bool) {
         let _ = tell.send(unsafe { libc::gettid() } as u32);
         let _ = stopped.recv();
     });
-    let by_process = told
-        .recv()
-        .is_ok_and(|tid| attempt("/proc/self/exe", Some(tid)).is_err_and(|e| e.raw_os_error() == Some(libc::ESRCH)));
+    let by_process = told.recv().is_ok_and(|tid| {
+        attempt("/proc/self/exe", Some(tid)).is_err_and(|e| e.raw_os_error() == Some(libc::ESRCH))
+    });
     drop(stop);
     let _ = helper.join();
     (true, by_process)

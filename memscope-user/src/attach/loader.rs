@@ -27,9 +27,13 @@ const ATTACH_COOKIE: i32 = 174;
 
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
-    #[error("this build of memscope-trace carries no BPF programs; run `cargo xtask build-ebpf`, then build again")]
+    #[error(
+        "this build of memscope-trace carries no BPF programs; run `cargo xtask build-ebpf`, then build again"
+    )]
     NotBuilt,
-    #[error("the BPF object in this build can not be read ({0}); run `cargo xtask build-ebpf`, then build again")]
+    #[error(
+        "the BPF object in this build can not be read ({0}); run `cargo xtask build-ebpf`, then build again"
+    )]
     Object(String),
     #[error("can not create the BPF map {name}: {source}; {}", advice(source))]
     Map { name: String, source: io::Error },
@@ -41,16 +45,24 @@ pub enum LoadError {
 
 fn advice(error: &io::Error) -> &'static str {
     match error.raw_os_error() {
-        Some(libc::EPERM) => "run as root, or with CAP_BPF and CAP_PERFMON; `memscope-trace check` says what is missing",
+        Some(libc::EPERM) => {
+            "run as root, or with CAP_BPF and CAP_PERFMON; `memscope-trace check` says what is missing"
+        }
         Some(libc::ENOSYS) => "this kernel is built without BPF",
-        Some(libc::ENOMEM) => "the limit on locked memory or the host's memory is used up: try a smaller --ring-size",
+        Some(libc::ENOMEM) => {
+            "the limit on locked memory or the host's memory is used up: try a smaller --ring-size"
+        }
         _ => "`memscope-trace check` says what this kernel lacks",
     }
 }
 
 fn verifier(log: &str) -> String {
     let tail: Vec<_> = log.lines().rev().take(12).collect();
-    if tail.is_empty() { String::new() } else { format!("\nthe verifier says: {}", tail.into_iter().rev().collect::<Vec<_>>().join("\n  ")) }
+    if tail.is_empty() {
+        String::new()
+    } else {
+        format!("\nthe verifier says: {}", tail.into_iter().rev().collect::<Vec<_>>().join("\n  "))
+    }
 }
 
 /// The programs of the object, by what runs where.
@@ -140,7 +152,9 @@ impl Loader {
             }
             definitions.insert(name.clone(), map.clone());
             let data = MapData::create(map, &name, None).map_err(|e| match e {
-                MapError::CreateError { io_error, .. } => LoadError::Map { name: name.clone(), source: io_error },
+                MapError::CreateError { io_error, .. } => {
+                    LoadError::Map { name: name.clone(), source: io_error }
+                }
                 e => LoadError::Map { name: name.clone(), source: io::Error::other(e) },
             })?;
             maps.insert(name, data);
@@ -148,7 +162,9 @@ impl Loader {
         let sections = object.functions.keys().map(|(section, _)| *section).collect();
         object
             .relocate_maps(
-                definitions.iter().map(|(name, map)| (name.as_str(), maps[name].fd().as_fd().as_raw_fd(), map)),
+                definitions
+                    .iter()
+                    .map(|(name, map)| (name.as_str(), maps[name].fd().as_fd().as_raw_fd(), map)),
                 &sections,
             )
             .map_err(|e| broken(&e))?;

@@ -265,17 +265,19 @@ impl Attacher {
     /// Observe a process, or not, at sites of scope [`Scope::Host`].
     pub fn judge(&mut self, tgid: Tgid, observe: bool) -> Result<(), AttachError> {
         let value = if observe { verdict::OBSERVE } else { verdict::IGNORE };
-        self.maps
-            .targets
-            .insert(tgid.0, value, 0)
-            .map_err(|source| AttachError::Target { tgid, source })
+        self.maps.targets.insert(tgid.0, value, 0).map_err(|source| AttachError::Target { tgid, source })
     }
 
     /// Forgets a process that ended: its id may come again, its calls in flight never return.
     pub fn forget(&mut self, tgid: Tgid) {
         let _ = self.maps.targets.remove(&tgid.0);
-        let stale: Vec<_> =
-            self.maps.in_flight.keys().flatten().filter(|key| (key.pid_tgid >> 32) as u32 == tgid.0).collect();
+        let stale: Vec<_> = self
+            .maps
+            .in_flight
+            .keys()
+            .flatten()
+            .filter(|key| (key.pid_tgid >> 32) as u32 == tgid.0)
+            .collect();
         for key in stale {
             let _ = self.maps.in_flight.remove(&key);
         }
@@ -326,9 +328,10 @@ impl Attacher {
         for (id, file, resolved, display) in files {
             self.note_missing(process.tgid, scope, &resolved, &display, &found);
             self.attach_file(scope, id, &file, &resolved, &display, &found, python, &mut outcome);
-            let reached = self.sites.iter().filter(|site| {
-                site.scope == scope && site.is_attached() && site.file_id == Some(id)
-            });
+            let reached = self
+                .sites
+                .iter()
+                .filter(|site| site.scope == scope && site.is_attached() && site.file_id == Some(id));
             let before = outcome.reached;
             for site in reached {
                 outcome.reached += 1;
@@ -355,7 +358,8 @@ impl Attacher {
         let mut plan: BTreeMap<Program, Vec<(u64, usize)>> = BTreeMap::new();
         for hit in &resolved.found {
             let probe = hit.probe;
-            let wanted = self.classes.contains(&probe.class) && !probe.unless.iter().any(|s| found.contains(s));
+            let wanted =
+                self.classes.contains(&probe.class) && !probe.unless.iter().any(|s| found.contains(s));
             if !wanted || !self.attached.insert((scope, id, probe.site)) {
                 continue;
             }
@@ -371,14 +375,18 @@ impl Attacher {
                 status: Status::Failed("not attached yet".into()),
             });
             if let Some(first) = resolved.found.iter().find(|other| {
-                other.offset == hit.offset && other.probe.site < probe.site && other.probe.observes == probe.observes
+                other.offset == hit.offset
+                    && other.probe.site < probe.site
+                    && other.probe.observes == probe.observes
             }) {
-                self.sites[index].status = Status::Superseded(format!("the same function as {}", first.probe.site));
+                self.sites[index].status =
+                    Status::Superseded(format!("the same function as {}", first.probe.site));
                 continue;
             }
             let site = site_of(hit, scope, self.wake_shift, python);
             if let Err(e) = self.maps.sites.set(index as u32, site, 0) {
-                self.sites[index].status = Status::Failed(format!("no room for another site ({e}): trace fewer processes"));
+                self.sites[index].status =
+                    Status::Failed(format!("no room for another site ({e}): trace fewer processes"));
                 continue;
             }
             for program in programs_of(probe) {
@@ -501,7 +509,10 @@ impl Attacher {
     ) {
         let seen = self.processes.entry(tgid).or_default();
         for (probe, why) in &resolved.missing {
-            if found.contains(probe.site) || !self.classes.contains(&probe.class) || seen.missing.contains_key(probe.site) {
+            if found.contains(probe.site)
+                || !self.classes.contains(&probe.class)
+                || seen.missing.contains_key(probe.site)
+            {
                 continue;
             }
             seen.missing.insert(probe.site, self.sites.len());
@@ -533,7 +544,8 @@ impl Attacher {
 
     /// torch_npu's version, by the file that its package has beside the library.
     pub fn torch_npu_version(&self, process: &Process) -> Option<String> {
-        let library = process.mapped_files().ok()?.into_iter().find(|f| f.path.ends_with("libtorch_npu.so"))?;
+        let library =
+            process.mapped_files().ok()?.into_iter().find(|f| f.path.ends_with("libtorch_npu.so"))?;
         let version = process.read_in_root(&library.path.parent()?.parent()?.join("version.py"))?;
         let version = String::from_utf8_lossy(&version);
         let line = version.lines().find_map(|line| line.strip_prefix("__version__"))?;
@@ -611,7 +623,9 @@ fn site_of(hit: &Found, scope: Scope, wake_shift: u8, python: Option<u8>) -> Sit
             site.domain = domain;
         }
     }
-    if let At::MstxPython(_) = hit.probe.at && site.arg != NO_ARG {
+    if let At::MstxPython(_) = hit.probe.at
+        && site.arg != NO_ARG
+    {
         // (self, args): the first item of a tuple lies 24 bytes into it; the bytes of an ASCII str 40 bytes
         // into that since CPython 3.12, 48 before.
         site.arg = 1;

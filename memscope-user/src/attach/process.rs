@@ -65,7 +65,9 @@ impl Proc {
 
     /// Name of the program as the kernel keeps it (15 bytes at most).
     pub fn comm(&self, tgid: Tgid) -> String {
-        fs::read(self.path(tgid, "comm")).map(|b| sanitize(b.trim_ascii_end()).into_owned()).unwrap_or_default()
+        fs::read(self.path(tgid, "comm"))
+            .map(|b| sanitize(b.trim_ascii_end()).into_owned())
+            .unwrap_or_default()
     }
 
     /// The id of the parent, and of the session.
@@ -77,7 +79,8 @@ impl Proc {
 
     /// How long the process has been there, to the clock tick (10 ms).
     pub fn age(&self, tgid: Tgid) -> Option<Duration> {
-        let uptime: f64 = fs::read_to_string(self.root.join("uptime")).ok()?.split(' ').next()?.parse().ok()?;
+        let uptime: f64 =
+            fs::read_to_string(self.root.join("uptime")).ok()?.split(' ').next()?.parse().ok()?;
         // SAFETY: sysconf takes an integer.
         let ticks = unsafe { libc::sysconf(libc::_SC_CLK_TCK) } as f64;
         let start = self.start_time(tgid)? as f64 / ticks;
@@ -156,7 +159,8 @@ impl Process {
         }
         // SAFETY: the kernel has just made this descriptor for us.
         let pidfd = unsafe { OwnedFd::from_raw_fd(fd as i32) };
-        let mut process = Self { tgid, command: String::new(), visible_devices: None, proc: proc.clone(), pidfd };
+        let mut process =
+            Self { tgid, command: String::new(), visible_devices: None, proc: proc.clone(), pidfd };
         process.check_executable()?;
         process.refresh();
         Ok(process)
@@ -165,7 +169,8 @@ impl Process {
     /// Reads again what `exec` changes.
     pub fn refresh(&mut self) {
         self.command = command_line(&self.proc, self.tgid);
-        self.visible_devices = self.environment(b"ASCEND_RT_VISIBLE_DEVICES").map(|value| parse_devices(&value));
+        self.visible_devices =
+            self.environment(b"ASCEND_RT_VISIBLE_DEVICES").map(|value| parse_devices(&value));
     }
 
     fn check_executable(&self) -> Result<(), ProcessError> {
@@ -198,7 +203,9 @@ impl Process {
     pub fn mapped_files(&self) -> Result<Vec<MappedFile>, ProcessError> {
         let path = self.proc.path(self.tgid, "maps");
         let maps = fs::read(&path).map_err(|source| match source.kind() {
-            io::ErrorKind::PermissionDenied => ProcessError::Denied { path: path.display().to_string(), source },
+            io::ErrorKind::PermissionDenied => {
+                ProcessError::Denied { path: path.display().to_string(), source }
+            }
             io::ErrorKind::NotFound => ProcessError::NoSuchProcess(self.tgid),
             _ if source.raw_os_error() == Some(libc::ESRCH) => ProcessError::NoSuchProcess(self.tgid),
             _ => ProcessError::Read { path: path.display().to_string(), source },
@@ -292,7 +299,11 @@ fn parse_maps(maps: &[u8]) -> Vec<MappedFile> {
             && let Ok(range) = std::str::from_utf8(range)
         {
             let id = format!("{} {}", String::from_utf8_lossy(device), String::from_utf8_lossy(inode));
-            files.push(MappedFile { path: PathBuf::from(OsStr::from_bytes(rest)), range: range.to_owned(), id });
+            files.push(MappedFile {
+                path: PathBuf::from(OsStr::from_bytes(rest)),
+                range: range.to_owned(),
+                id,
+            });
         }
     }
     files

@@ -25,7 +25,9 @@ pub enum SpawnError {
     Empty,
     #[error("can not start {command}: {source}")]
     Start { command: String, source: io::Error },
-    #[error("{command} was started but can not be held for attaching: {source}; start it yourself and use -p PID")]
+    #[error(
+        "{command} was started but can not be held for attaching: {source}; start it yourself and use -p PID"
+    )]
     Hold { command: String, source: io::Error },
     #[error("{command} ended before its first instruction: {status}")]
     Ended { command: String, status: String },
@@ -61,7 +63,8 @@ impl Held {
         }
         // SAFETY: between fork and exec only ptrace(PTRACE_TRACEME) is called, which is async-signal-safe.
         unsafe { builder.pre_exec(|| ptrace::traceme().map_err(io::Error::from)) };
-        let child = builder.spawn().map_err(|source| SpawnError::Start { command: command.clone(), source })?;
+        let child =
+            builder.spawn().map_err(|source| SpawnError::Start { command: command.clone(), source })?;
         let mut held = Self { child, command };
         held.run_to_entry()?;
         Ok(held)
@@ -128,7 +131,8 @@ impl Held {
     fn entry(&self) -> io::Result<u64> {
         const AT_ENTRY: u64 = 9;
         let auxv = fs::read(format!("/proc/{}/auxv", self.child.id()))?;
-        let words: Vec<u64> = auxv.chunks_exact(8).map(|c| u64::from_ne_bytes(c.try_into().unwrap_or_default())).collect();
+        let words: Vec<u64> =
+            auxv.chunks_exact(8).map(|c| u64::from_ne_bytes(c.try_into().unwrap_or_default())).collect();
         words
             .chunks_exact(2)
             .find(|pair| pair[0] == AT_ENTRY)

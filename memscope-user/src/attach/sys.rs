@@ -23,7 +23,8 @@ const UPROBE_MULTI_RETURN: u32 = 1;
 
 fn bpf(command: bpf_cmd, attr: &mut bpf_attr) -> io::Result<i32> {
     // SAFETY: `attr` is a whole bpf_attr, and the pointers in it live as long as the call.
-    let result = unsafe { libc::syscall(libc::SYS_bpf, command as u32, &raw mut *attr, size_of::<bpf_attr>()) };
+    let result =
+        unsafe { libc::syscall(libc::SYS_bpf, command as u32, &raw mut *attr, size_of::<bpf_attr>()) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as i32) }
 }
 
@@ -120,7 +121,13 @@ pub struct PerfUprobe {
 }
 
 impl PerfUprobe {
-    pub fn open(pmu: &UprobePmu, path: &CStr, offset: u64, pid: Option<u32>, on_return: bool) -> io::Result<Self> {
+    pub fn open(
+        pmu: &UprobePmu,
+        path: &CStr,
+        offset: u64,
+        pid: Option<u32>,
+        on_return: bool,
+    ) -> io::Result<Self> {
         // SAFETY: plain integers and unions of integers.
         let mut attr: perf_event_attr = unsafe { zeroed() };
         attr.size = size_of::<perf_event_attr>() as u32;
@@ -177,7 +184,8 @@ pub struct UprobePmu {
 impl UprobePmu {
     pub fn find(sys: &Path) -> io::Result<Self> {
         let dir = sys.join("bus/event_source/devices/uprobe");
-        let invalid = |what: &str| io::Error::new(io::ErrorKind::InvalidData, format!("{}: {what}", dir.display()));
+        let invalid =
+            |what: &str| io::Error::new(io::ErrorKind::InvalidData, format!("{}: {what}", dir.display()));
         let pmu_type = std::fs::read_to_string(dir.join("type"))?;
         let retprobe = std::fs::read_to_string(dir.join("format/retprobe"))?;
         Ok(Self {

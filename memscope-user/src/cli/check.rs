@@ -31,7 +31,10 @@ pub(super) fn run(args: CheckArgs) -> anyhow::Result<Verdict> {
     }
     let ready = lines.iter().all(|line| line.state != State::Bad);
     if !args.json {
-        println!("{}", if ready { "This host is ready." } else { "This host is not ready: see the lines marked BAD." });
+        println!(
+            "{}",
+            if ready { "This host is ready." } else { "This host is not ready: see the lines marked BAD." }
+        );
     }
     Ok(if ready { Verdict::Fine } else { Verdict::NotReady })
 }

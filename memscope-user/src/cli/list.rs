@@ -70,7 +70,9 @@ impl FromStr for Device {
             "npu" => return Ok(Self::All),
             _ => word.strip_prefix("npu:").and_then(|n| n.parse().ok()),
         };
-        number.map(Self::One).ok_or_else(|| format!("{word:?} is no device: npu, or npu:N with the driver's number"))
+        number
+            .map(Self::One)
+            .ok_or_else(|| format!("{word:?} is no device: npu, or npu:N with the driver's number"))
     }
 }
 

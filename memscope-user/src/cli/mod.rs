@@ -78,7 +78,12 @@ impl LoggingArgs {
 
     fn start(&self) {
         let filter = EnvFilter::builder().with_default_directive(self.level().into()).parse_lossy("");
-        tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).without_time().with_target(false).init();
+        tracing_subscriber::fmt()
+            .with_env_filter(filter)
+            .with_writer(io::stderr)
+            .without_time()
+            .with_target(false)
+            .init();
     }
 }
 
@@ -144,7 +149,9 @@ fn explain(error: &anyhow::Error) -> String {
 }
 
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
-    error.chain().any(|e| e.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe))
+    error
+        .chain()
+        .any(|e| e.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe))
 }
 
 #[cfg(test)]

@@ -57,7 +57,8 @@ pub(super) fn run(args: ProbesArgs) -> anyhow::Result<Verdict> {
         }
     };
     let found: HashSet<_> = files.iter().flat_map(|(_, _, r)| r.found.iter().map(|f| f.probe.site)).collect();
-    let rows: Vec<_> = files.iter().flat_map(|(path, file, resolved)| rows(path, file, resolved, &found)).collect();
+    let rows: Vec<_> =
+        files.iter().flat_map(|(path, file, resolved)| rows(path, file, resolved, &found)).collect();
     if args.json {
         println!("{}", serde_json::to_string_pretty(&rows)?);
         return Ok(Verdict::Fine);
@@ -76,9 +77,16 @@ pub(super) fn run(args: ProbesArgs) -> anyhow::Result<Verdict> {
         for row in of_file {
             match (row.offset, &row.reason) {
                 (Some(offset), None) => writeln!(out, "  {:#010x}  {}", offset, row.site)?,
-                (Some(offset), Some(reason)) => writeln!(out, "  {:#010x}  {}  (not attached: {reason})", offset, row.site)?,
+                (Some(offset), Some(reason)) => {
+                    writeln!(out, "  {:#010x}  {}  (not attached: {reason})", offset, row.site)?
+                }
                 (None, reason) => {
-                    writeln!(out, "  not found   {}  ({})", row.site, reason.as_deref().unwrap_or("not there"))?;
+                    writeln!(
+                        out,
+                        "  not found   {}  ({})",
+                        row.site,
+                        reason.as_deref().unwrap_or("not there")
+                    )?;
                 }
             }
         }
@@ -162,7 +170,8 @@ fn list_catalogue(json: bool) -> anyhow::Result<()> {
         if class.replace(probe.class) != Some(probe.class) {
             writeln!(out, "{}", heading(probe.class))?;
         }
-        let place = if probe.libraries.is_empty() { "any library".into() } else { probe.libraries.join(", ") };
+        let place =
+            if probe.libraries.is_empty() { "any library".into() } else { probe.libraries.join(", ") };
         let since = if probe.since.is_empty() { String::new() } else { format!(", {}", probe.since) };
         writeln!(out, "  {:<46} {place}{since}", probe.site)?;
     }

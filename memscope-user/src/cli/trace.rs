@@ -142,7 +142,8 @@ impl TraceArgs {
             steps: self.step_mark.map_or(StepRule::StepStart, StepRule::Matching),
             only_steps: self.steps.map(|list| list.0.iter().map(|s| s.0).collect()).unwrap_or_default(),
             only_devices,
-            leaks: self.analysis.0.contains(&AnalysisWord::Leaks) && !self.analysis.0.contains(&AnalysisWord::None),
+            leaks: self.analysis.0.contains(&AnalysisWord::Leaks)
+                && !self.analysis.0.contains(&AnalysisWord::None),
             output: (!self.no_dump).then_some(self.output),
             dump: DumpSelection { memory, launches },
             ring_bytes: u32::try_from(self.ring_size.0)
@@ -188,7 +189,8 @@ pub(super) fn run(args: TraceArgs, quiet: bool) -> anyhow::Result<Verdict> {
 fn create_report(path: &Path) -> anyhow::Result<BufWriter<File>> {
     let mut options = File::options();
     options.write(true).create(true).truncate(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
-    let file = options.open(path).with_context(|| format!("can not write the report to {}", path.display()))?;
+    let file =
+        options.open(path).with_context(|| format!("can not write the report to {}", path.display()))?;
     Ok(BufWriter::new(file))
 }
 

@@ -9,8 +9,8 @@ use super::{
 };
 use crate::{
     model::{
-        Alloc, AllocFailed, DeviceId, DevicePtr, DriverAlloc, Event, EventKind, Free, Name, Nanos, PageType, Pool,
-        Tgid, Tid, Totals,
+        Alloc, AllocFailed, DeviceId, DevicePtr, DriverAlloc, Event, EventKind, Free, Name, Nanos, PageType,
+        Pool, Tgid, Tid, Totals,
     },
     probes::{
         catalogue::{At, Fact, Probe, Shape},
@@ -175,7 +175,12 @@ impl Decoder {
         match header.kind {
             kind::EXEC => {
                 self.forget(tgid);
-                emit(Event { time: self.wall(header.time_ns), tgid, tid: Tid(header.tid), kind: EventKind::Exec });
+                emit(Event {
+                    time: self.wall(header.time_ns),
+                    tgid,
+                    tid: Tid(header.tid),
+                    kind: EventKind::Exec,
+                });
                 return Some(Notice::Exec(tgid));
             }
             kind::MAPPED => {
@@ -292,9 +297,7 @@ impl ProcessState {
             Fact::AclInit => EventKind::AclInit,
             Fact::AclFinalize => EventKind::AclFinalize,
             Fact::RangeEnd => self.end_range(probe, tid, args[if is_domain(probe) { 1 } else { 0 }], None)?,
-            Fact::Launch => {
-                EventKind::Launch { name: self.stubs.get(&args[0]).cloned(), stream: 0 }
-            }
+            Fact::Launch => EventKind::Launch { name: self.stubs.get(&args[0]).cloned(), stream: 0 },
             _ => return None,
         })
     }
@@ -420,19 +423,27 @@ impl ProcessState {
             });
         if call.header.flags & flags::FAILED != 0 {
             let code = call.ret as i32;
-            return Some(EventKind::AllocFailed(AllocFailed { pool, function: probe.site, device, size, code, api }));
+            return Some(EventKind::AllocFailed(AllocFailed {
+                pool,
+                function: probe.site,
+                device,
+                size,
+                code,
+                api,
+            }));
         }
         // Without the address there is no block to speak of; the site counts it as unreadable.
-        (call.out != 0).then(|| {
-            EventKind::Alloc(Alloc {
-                pool,
-                device,
-                ptr: DevicePtr(call.out),
-                size,
-                totals: None,
-                driver: Some(DriverAlloc { api, ..driver }),
-            })
-        })
+        if call.out == 0 {
+            return None;
+        }
+        Some(EventKind::Alloc(Alloc {
+            pool,
+            device,
+            ptr: DevicePtr(call.out),
+            size,
+            totals: None,
+            driver: Some(DriverAlloc { api, ..driver }),
+        }))
     }
 
     fn name(
@@ -460,7 +471,13 @@ impl ProcessState {
         }
     }
 
-    fn mark(&mut self, probe: &'static Probe, mark: &Mark, text: &[u8], names: &mut Names) -> Option<EventKind> {
+    fn mark(
+        &mut self,
+        probe: &'static Probe,
+        mark: &Mark,
+        text: &[u8],
+        names: &mut Names,
+    ) -> Option<EventKind> {
         let tid = Tid(mark.header.tid);
         if through(probe) == Through::Mstx && self.mstx.is_reentered(mark) {
             self.threads.entry(tid).or_default().reentered = probe.observes == Fact::RangeStart;
@@ -472,7 +489,9 @@ impl ProcessState {
         };
         let domain = domain.filter(|d| &**d != "default");
         match probe.observes {
-            Fact::RangeEnd | Fact::RangePop => return self.end_range(probe, tid, mark.args[1], domain.as_ref()),
+            Fact::RangeEnd | Fact::RangePop => {
+                return self.end_range(probe, tid, mark.args[1], domain.as_ref());
+            }
             Fact::DomainCreate => {
                 self.threads.entry(tid).or_default().domain = Some(names.get(text));
                 return None;
@@ -560,12 +579,20 @@ impl ProcessState {
 
 fn free(pool: Pool, ptr: u64) -> Option<EventKind> {
     // Freeing null is allowed, and nothing.
-    (ptr != 0).then_some(EventKind::Free(Free { pool, device: None, ptr: DevicePtr(ptr), size: None, totals: None }))
+    (ptr != 0).then_some(EventKind::Free(Free {
+        pool,
+        device: None,
+        ptr: DevicePtr(ptr),
+        size: None,
+        totals: None,
+    }))
 }
 
 fn through(probe: &Probe) -> Through {
     match probe.at {
-        At::TorchNpu(_) if probe.site.ends_with("rangePush") || probe.site.ends_with("rangePop") => Through::TorchStack,
+        At::TorchNpu(_) if probe.site.ends_with("rangePush") || probe.site.ends_with("rangePop") => {
+            Through::TorchStack
+        }
         At::TorchNpu(_) => Through::Torch,
         At::MstxPython(_) => Through::Python,
         At::Symbol(_) => Through::Mstx,
