@@ -14,7 +14,7 @@ mod user;
 /// The programs call helpers that the kernel gives to GPL-compatible ones only.
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "license")]
-pub static LICENSE: [u8; 13] = *b"Dual MIT/GPL\0";
+pub static LICENSE: [u8; 4] = *b"GPL\0";
 
 #[panic_handler]
 fn panic(_info: &core::panic::PanicInfo<'_>) -> ! {

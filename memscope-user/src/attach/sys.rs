@@ -54,7 +54,7 @@ pub fn prog_load(
         a.expected_attach_type = expected_attach_type;
         a.insn_cnt = instructions.len() as u32;
         a.insns = instructions.as_ptr() as u64;
-        a.license = c"Dual MIT/GPL".as_ptr() as u64;
+        a.license = c"GPL".as_ptr() as u64;
         for (to, from) in a.prog_name.iter_mut().zip(name.bytes().take(15)) {
             *to = from as _;
         }

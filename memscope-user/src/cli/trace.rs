@@ -101,7 +101,10 @@ words! { MechanismWord: "mechanism" { Multi = "multi", PerfCookie = "perf-cookie
 impl TraceArgs {
     fn config(self) -> anyhow::Result<Config> {
         let targets = if !self.pid.is_empty() {
-            Targets::Processes(self.pid.into_iter().map(Tgid).collect())
+            let mut pids = self.pid;
+            pids.sort_unstable();
+            pids.dedup();
+            Targets::Processes(pids.into_iter().map(Tgid).collect())
         } else if let Some(name) = self.comm {
             Targets::Called(name)
         } else if self.all {
