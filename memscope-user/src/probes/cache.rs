@@ -10,7 +10,9 @@ use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 
+use nix::errno::Errno;
 use nix::fcntl::{OFlag, open, openat, renameat};
 use nix::sys::stat::{FileStat, Mode, SFlag, fstat};
 use nix::unistd::{UnlinkatFlags, geteuid, unlinkat};
@@ -151,6 +153,23 @@ fn read(directory: &OwnedFd) -> Entries {
     read().unwrap_or_default()
 }
 
+/// A new file beside [`FILE`]. The numbers are hints: other namespaces have processes of the same number, and a
+/// killed one leaves its file.
+fn create_temporary(directory: &OwnedFd) -> std::io::Result<(OwnedFd, String)> {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+    let mut attempts = 8;
+    loop {
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let name = format!(".{FILE}.{}.{number}", std::process::id());
+        match openat(directory, &name[..], flags, Mode::S_IRUSR | Mode::S_IWUSR) {
+            Ok(file) => return Ok((file, name)),
+            Err(Errno::EEXIST) if attempts > 0 => attempts -= 1,
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
 /// Adds an entry. The file is replaced as a whole: another tracer sees the old one or the new one, and when both
 /// write at once one of the entries is resolved again some day.
 fn add(directory: &OwnedFd, entry: Entry) -> std::io::Result<()> {
@@ -160,14 +179,7 @@ fn add(directory: &OwnedFd, entry: Entry) -> std::io::Result<()> {
     let excess = entries.entries.len().saturating_sub(MAX_ENTRIES);
     entries.entries.drain(..excess);
 
-    let temporary = format!(".{FILE}.{}", std::process::id());
-    let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-    let create = || openat(directory, &temporary[..], flags, Mode::S_IRUSR | Mode::S_IWUSR);
-    let file = create().or_else(|_| {
-        // Left behind by an earlier process of this number.
-        unlinkat(directory, &temporary[..], UnlinkatFlags::NoRemoveDir)?;
-        create()
-    })?;
+    let (file, temporary) = create_temporary(directory)?;
     let written = File::from(file).write_all(&serde_json::to_vec(&entries)?);
     let replaced =
         written.and_then(|()| Ok(renameat(directory.as_fd(), &temporary[..], directory.as_fd(), FILE)?));

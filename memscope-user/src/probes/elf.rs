@@ -628,3 +628,69 @@ fn classify(arch: Arch, code: &[u8]) -> Option<FirstInstruction> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{Arch, FirstInstruction::*, build_id, classify};
+
+    #[test]
+    fn first_instructions() {
+        let x86 = |code: &[u8]| classify(Arch::X86_64, code);
+        assert_eq!(x86(&[0x55]), Some(Emulated)); // push %rbp
+        assert_eq!(x86(&[0x41, 0x57]), Some(Emulated)); // push %r15
+        assert_eq!(x86(&[0x0f, 0x84, 0, 0]), Some(Emulated)); // je
+        assert_eq!(x86(&[0xff, 0x25, 0, 0]), Some(SingleStepped)); // jmp *0(%rip)
+        assert_eq!(x86(&[0x48, 0x83, 0xec, 0x18]), Some(SingleStepped)); // sub $24,%rsp
+        assert_eq!(x86(&[0x66, 0x50]), Some(SingleStepped)); // push %ax
+        assert_eq!(x86(&[0xf3, 0x0f, 0x1e, 0xfa]), Some(Endbr64));
+        assert_eq!(x86(&[]), None);
+
+        let arm = |word: u32| classify(Arch::Aarch64, &word.to_le_bytes());
+        let emulated = [
+            0xd503_201f, // nop
+            0x9000_0010, // adrp x16, .
+            0x1000_0000, // adr x0, .
+            0x1400_0001, // b
+            0x9400_0001, // bl
+            0x5400_0041, // b.ne
+            0xb400_0040, // cbz
+            0x3607_0040, // tbz
+            0xd61f_0200, // br x16
+            0xd65f_03c0, // ret
+            0x5800_0050, // ldr x16, literal
+        ];
+        for word in emulated {
+            assert_eq!(arm(word), Some(Emulated), "{word:x}");
+        }
+        for word in [0xd503_245f, 0xd503_233f, 0xd503_237f] {
+            assert_eq!(arm(word), Some(Hint), "{word:x}"); // bti c, paciasp, pacibsp
+        }
+        for word in [0xa9bf_7bfd, 0xd100_43ff, 0xf940_0000, 0xd53b_d040] {
+            assert_eq!(arm(word), Some(SingleStepped), "{word:x}"); // stp, sub sp, ldr, mrs
+        }
+        assert_eq!(classify(Arch::Aarch64, &[0x1f, 0x20, 0x03]), None);
+    }
+
+    #[test]
+    fn build_ids() {
+        let note = |name: &[u8], kind: u32, description: &[u8]| {
+            let mut note = Vec::new();
+            note.extend((name.len() as u32).to_le_bytes());
+            note.extend((description.len() as u32).to_le_bytes());
+            note.extend(kind.to_le_bytes());
+            note.extend(name);
+            note.resize(note.len().next_multiple_of(4), 0);
+            note.extend(description);
+            note.resize(note.len().next_multiple_of(4), 0);
+            note
+        };
+        let notes =
+            [note(b"GNU\0", 1, &[0; 16]), note(b"Go\0\0", 4, b"abc"), note(b"GNU\0", 3, &[0xab, 0, 1, 2])];
+        assert_eq!(build_id(&notes.concat(), 4).as_deref(), Some("ab000102"));
+        assert_eq!(build_id(&notes[..2].concat(), 4), None);
+        assert_eq!(build_id(&note(b"GNU\0", 3, &[7; 200]), 4), None);
+        let mut endless = notes.concat();
+        endless[4..8].copy_from_slice(&u32::MAX.to_le_bytes());
+        assert_eq!(build_id(&endless, 4), None);
+    }
+}

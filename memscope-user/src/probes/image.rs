@@ -17,8 +17,8 @@ const MAX_SYMBOL_NAME: usize = 256;
 const MAX_PLACES: usize = 64;
 /// Functions or calls that a search hands out. What is looked for has a handful.
 const MAX_HITS: usize = 4096;
-/// Instructions decoded for one library: the largest real one takes less than a million.
-const MAX_WORK: u64 = 40_000_000;
+/// Instructions decoded for one library. Real ones take 2 million at most.
+const MAX_WORK: u64 = 20_000_000;
 
 struct Mapped {
     address: u64,

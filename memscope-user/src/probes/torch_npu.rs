@@ -285,19 +285,14 @@ fn parsed_arguments(image: &Image<'_>, trace: &Trace) -> Option<Vec<(char, Value
     let parse = trace.calls.iter().find(is_parse)?;
     let [Value::Arg(1, 0), Value::Const(format), ref variables @ ..] = parse.arguments else { return None };
     let format = image.text(format, 64)?;
-    let kinds = format.split([':', ';']).next()?.chars().filter(|c| !matches!(c, '|' | '$'));
-    let parsed: Vec<(char, Value)> = kinds
-        .zip(variables)
-        .map(|(kind, &variable)| match variable {
-            // What it holds from then on.
-            Value::Stack(offset) if kind.is_ascii_alphabetic() => Some((kind, Value::Slot(offset))),
-            _ => None,
-        })
-        .collect::<Option<_>>()?;
-    let distinct: BTreeSet<Value> = parsed.iter().map(|&(_, v)| v).collect();
-    (parsed.len() == format_units(format) && distinct.len() == parsed.len()).then_some(parsed)
-}
-
-fn format_units(format: &str) -> usize {
-    format.chars().take_while(|c| !matches!(c, ':' | ';')).filter(|c| !matches!(c, '|' | '$')).count()
+    let kinds: Vec<char> =
+        format.split([':', ';']).next()?.chars().filter(|c| !matches!(c, '|' | '$')).collect();
+    let parsed = kinds.iter().zip(variables.get(..kinds.len())?).map(|(&kind, &variable)| match variable {
+        // What it holds from then on.
+        Value::Stack(offset) if kind.is_ascii_alphabetic() => Some((kind, Value::Slot(offset))),
+        _ => None,
+    });
+    let parsed: Vec<_> = parsed.collect::<Option<_>>()?;
+    let variables: BTreeSet<Value> = parsed.iter().map(|&(_, variable)| variable).collect();
+    (variables.len() == parsed.len()).then_some(parsed)
 }

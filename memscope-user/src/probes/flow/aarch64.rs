@@ -253,8 +253,7 @@ fn memory(machine: &mut Machine<'_, '_>, at: u64, w: &Word) {
             (0b00, _) | (0b10, true) => store(machine, place, width, w.d(), is_vector),
             // prfm
             (0b10, false) if width == 8 => {}
-            (0b10, false) => load_signed(machine, place, width, w.d()),
-            (0b11, false) => load_signed(machine, place, width, w.d()),
+            (0b10 | 0b11, false) => load_signed(machine, place, width, w.d()),
             _ => load(machine, place, width, w.d(), is_vector),
         }
     } else {

@@ -124,13 +124,11 @@ pub fn trace(image: &Image<'_>, function: Function) -> Option<Trace> {
     let code = image.code(function)?;
     let leaders = leaders(image, function, code)?;
 
-    let mut entry = State::at_entry(image.arch());
-    let mut known: HashMap<u64, State> = HashMap::new();
+    let mut known = HashMap::from([(function.start, State::at_entry(image.arch()))]);
     let mut work = BTreeSet::from([function.start]);
-    known.insert(function.start, entry.clone());
     while let Some(block) = work.pop_first() {
-        entry.clone_from(known.get(&block)?);
-        let mut machine = Machine { image, function, state: entry.clone(), trace: None };
+        let state = known.get(&block)?.clone();
+        let mut machine = Machine { image, function, state, trace: None };
         for (to, state) in machine.run_block(block, code, &leaders)? {
             match known.get_mut(&to) {
                 Some(before) => {
@@ -164,7 +162,7 @@ fn stub_symbol<'a>(image: &'a Image<'_>, address: u64) -> Option<&'a [u8]> {
     let mut at = 0;
     // endbr64, adrp, ldr, add; then the jump.
     for _ in 0..5 {
-        let (size, next) = machine.step(address + at as u64, code.get(at..)?)?;
+        let (size, next) = machine.step(address.wrapping_add(at as u64), code.get(at..)?)?;
         match next {
             Next::Step => at += size,
             Next::JumpTo(Target::Pointer(slot)) => return image.import_at(slot),
@@ -321,7 +319,7 @@ impl Machine<'_, '_> {
             if !self.image.spend(1) || self.state.stack.len() > MAX_SLOTS {
                 return None;
             }
-            let following = at + size as u64;
+            let following = at.saturating_add(size as u64);
             match next {
                 Next::Step => {}
                 Next::Call(target) => {
@@ -462,9 +460,9 @@ impl Machine<'_, '_> {
             for slot in overlapped {
                 self.state.stack.insert(slot, Value::Unknown);
             }
-            // A part of a slot that this function did not write whole.
-            let whole = width == 8 || (width == 4 && matches!(value, Value::Const(_)));
-            self.state.stack.insert(offset, if whole { value } else { Value::Unknown });
+            // A constant `int` counts as a whole slot: no one reads more of it.
+            let is_known = width == 8 || (width == 4 && matches!(value, Value::Const(_)));
+            self.state.stack.insert(offset, if is_known { value } else { Value::Unknown });
         }
         if let Some(trace) = &mut self.trace
             && (width == 4 || width == 8)
