@@ -95,6 +95,7 @@ pub struct Config {
     pub leaks: bool,
     /// Where dumps go; `None` writes none.
     pub output: Option<PathBuf>,
+    pub formats: Vec<Format>,
     /// What goes into the dump.
     pub dump: DumpSelection,
     pub ring_bytes: u32,
@@ -171,7 +172,7 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
     let dump = match &config.output {
         Some(output) => Some(Pipeline::start(crate::dump::Config {
             output: output.clone(),
-            formats: vec![Format::Csv],
+            formats: config.formats.clone(),
             caller: Caller::of_sudo(),
         })?),
         None => None,

@@ -1,7 +1,11 @@
 //! The command line. Its types stay here: each command turns them into a plain configuration.
 
 mod check;
+mod compare;
+mod convert;
+mod leaks;
 mod list;
+mod offline;
 mod probes;
 mod progress;
 mod trace;
@@ -45,6 +49,12 @@ struct Cli {
 enum Command {
     /// List the probed sites; with a process or a file, where each would be attached
     Probes(probes::ProbesArgs),
+    /// Find leaks in dumps: between marks, or over steps
+    Leaks(leaks::LeaksArgs),
+    /// Compare two dumps, or two steps
+    Compare(compare::CompareArgs),
+    /// Write a dump in another format
+    Convert(convert::ConvertArgs),
     /// Is this host ready? Each line says what to do when it is not
     Check(check::CheckArgs),
 }
@@ -121,6 +131,9 @@ pub fn main() -> ExitCode {
     cli.logging.start();
     let result = match cli.command {
         Some(Command::Probes(args)) => probes::run(args),
+        Some(Command::Leaks(args)) => leaks::run(args),
+        Some(Command::Compare(args)) => compare::run(args),
+        Some(Command::Convert(args)) => convert::run(args),
         Some(Command::Check(args)) => check::run(args),
         None => trace::run(cli.trace, cli.logging.quiet),
     };

@@ -22,6 +22,7 @@ use super::{
 };
 use crate::{
     attach::{Mechanism, process::Proc},
+    dump::Format,
     model::{StepRule, Tgid},
     probes::catalogue::Class,
     report::{document::Document, terminal},
@@ -68,6 +69,9 @@ pub struct TraceArgs {
     /// Directory for dumps
     #[arg(short, long, value_name = "DIR", default_value = "memscopeDumpResults", help_heading = "Output")]
     output: PathBuf,
+    /// Formats of the dump; db is what MindStudio Insight opens [csv, db]
+    #[arg(long, alias = "data-format", value_name = "LIST", default_value = "csv", help_heading = "Output")]
+    format: List<FormatWord>,
     /// Write no dump
     #[arg(long, help_heading = "Output", conflicts_with = "output")]
     no_dump: bool,
@@ -95,8 +99,18 @@ pub struct TraceArgs {
 words! { Level: "level" { Op = "op" | "0", Kernel = "kernel" | "1" } }
 words! { EventWord: "kind of event" { Alloc = "alloc", Free = "free", Launch = "launch", None = "none" } }
 words! { AnalysisWord: "analysis" { Leaks = "leaks", None = "none" } }
+words! { FormatWord: "format" { Csv = "csv", Db = "db" } }
 words! { FailWord: "finding" { Leaks = "leaks" } }
 words! { MechanismWord: "mechanism" { Multi = "multi", PerfCookie = "perf-cookie", PerfSite = "perf-site" } }
+
+impl FormatWord {
+    pub(super) fn format(self) -> Format {
+        match self {
+            Self::Csv => Format::Csv,
+            Self::Db => Format::Db,
+        }
+    }
+}
 
 impl TraceArgs {
     fn config(self) -> anyhow::Result<Config> {
@@ -148,6 +162,7 @@ impl TraceArgs {
             leaks: self.analysis.0.contains(&AnalysisWord::Leaks)
                 && !self.analysis.0.contains(&AnalysisWord::None),
             output: (!self.no_dump).then_some(self.output),
+            formats: self.format.0.iter().map(|word| word.format()).collect(),
             dump: DumpSelection { memory, launches },
             ring_bytes: u32::try_from(self.ring_size.0)
                 .ok()

@@ -190,8 +190,13 @@ use At::{MstxPython, Symbol, TorchNpu};
 const RUN_OP_API_V2: &str = "_ZN6at_npu6native9OpCommand10RunOpApiV2ERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEERKSt8functionIFivEEb";
 const RUN_OP_API_V2_OLD_ABI: &str = "_ZN6at_npu6native9OpCommand10RunOpApiV2ERKSsRKSt8functionIFivEEb";
 const RUN_OP_API_V3: &str = "_ZN6at_npu6native9OpCommand10RunOpApiV3ERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEERKSt8functionIFivEEbPN7c10_npu9NPUStreamE";
-const RUN_OP_API: &str = "_ZN6at_npu6native9OpCommand8RunOpApiERKSsSt8functionIFivEEb";
-const OP_NAME: &str = "_ZN6at_npu6native9OpCommand4NameERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE";
+const RUN_OP_API_V3_OLD_ABI: &str =
+    "_ZN6at_npu6native9OpCommand10RunOpApiV3ERKSsRKSt8functionIFivEEbPN7c10_npu9NPUStreamE";
+const RUN_OP_API: &str = "_ZN6at_npu6native9OpCommand8RunOpApiERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEESt8functionIFivEEb";
+const RUN_OP_API_OLD_ABI: &str = "_ZN6at_npu6native9OpCommand8RunOpApiERKSsSt8functionIFivEEb";
+const RUN_OP_API_V2S: &[&str] = &["OpCommand::RunOpApiV2", "OpCommand::RunOpApiV2 (old string ABI)"];
+const OP_NAME: &str =
+    "_ZN6at_npu6native9OpCommand4NameERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE";
 const OP_NAME_OLD_ABI: &str = "_ZN6at_npu6native9OpCommand4NameERKSs";
 const MS_ALLOC: &str = "_ZN9mindspore6device22AbstractDynamicMemPool14AllocTensorMemEmbbj";
 const MS_FREE: &str = "_ZN9mindspore6device22AbstractDynamicMemPool13FreeTensorMemERKPv";
@@ -274,13 +279,17 @@ pub static CATALOGUE: &[Probe] = rows! {
         "OpCommand::RunOpApiV2", Symbol(RUN_OP_API_V2), TORCH, Op, string(0), ALWAYS, "torch_npu 7.1.0";
         "OpCommand::RunOpApiV2 (old string ABI)", Symbol(RUN_OP_API_V2_OLD_ABI), ANY, Op, string(0), ALWAYS, "torch_npu 7.1.0";
         "OpCommand::RunOpApiV3", Symbol(RUN_OP_API_V3), ANY, Op, string(0), ALWAYS, "torch_npu 7.3.0";
-        "OpCommand::RunOpApi", Symbol(RUN_OP_API), ANY, Op, string(0), ALWAYS, "torch_npu 6.0.0 to 7.0.0";
+        "OpCommand::RunOpApiV3 (old string ABI)", Symbol(RUN_OP_API_V3_OLD_ABI), ANY, Op, string(0), ALWAYS, "torch_npu 7.3.0";
+        // Still there beside its successors, which the operators of those versions use.
+        "OpCommand::RunOpApi (old string ABI)", Symbol(RUN_OP_API_OLD_ABI), ANY, Op, string(0), RUN_OP_API_V2S, "torch_npu 6.0.0 to 7.0.0";
+        "OpCommand::RunOpApi", Symbol(RUN_OP_API), ANY, Op, string(0), RUN_OP_API_V2S, "torch_npu 6.0.0 to 7.0.0";
         "OpCommand::Name", Symbol(OP_NAME), TORCH, Op, string(1), ALWAYS, "";
         "OpCommand::Name (old string ABI)", Symbol(OP_NAME_OLD_ABI), ANY, Op, string(1), ALWAYS, "";
         "atb::OperationBase::Execute", Symbol(ATB_EXECUTE), ATB, Op,
             Shape::Name { arg: 0, offset: 8, derefs: 1 }, ALWAYS, "";
         "InitL2Phase2Context", Symbol("_Z19InitL2Phase2ContextPKcP13aclOpExecutor"), NNOPBASE, Op, text(0),
-            &["OpCommand::RunOpApiV2", "OpCommand::RunOpApiV2 (old string ABI)", "OpCommand::RunOpApi"], "";
+            &["OpCommand::RunOpApiV2", "OpCommand::RunOpApiV2 (old string ABI)", "OpCommand::RunOpApi",
+              "OpCommand::RunOpApi (old string ABI)"], "";
     }
     Launch: {
         // A kernel's name lies 24 bytes into the function object that the handle points to.

@@ -44,10 +44,11 @@ pub struct Resolver {
 impl Resolver {
     /// Resolves one file. `path` is its name in the process, for messages and to know what to expect in it.
     pub fn resolve(&self, file: &File, path: &str) -> ResolvedFile {
-        let result = file.try_clone().map_err(|source| ElfError::Io { path: path.into(), source }).and_then(|file| {
-            let library = Library::open(file, path)?;
-            self.resolve_library(&library, path)
-        });
+        let result =
+            file.try_clone().map_err(|source| ElfError::Io { path: path.into(), source }).and_then(|file| {
+                let library = Library::open(file, path)?;
+                self.resolve_library(&library, path)
+            });
         result.unwrap_or_else(|e| ResolvedFile { error: Some(e.to_string()), ..ResolvedFile::default() })
     }
 
@@ -59,7 +60,8 @@ impl Resolver {
         };
         let name = path.rsplit('/').next().unwrap_or(path);
         let expected = |probe: &Probe| probe.libraries.iter().any(|library| name.starts_with(library));
-        let torch_npu = name.starts_with("libtorch_npu").then(|| self.cache.torch_npu(library)).transpose()?;
+        let torch_npu =
+            name.starts_with("libtorch_npu").then(|| self.cache.torch_npu(library)).transpose()?;
         let mstx = name.starts_with("mstx.").then(|| self.cache.mstx_python(library)).transpose()?;
         for probe in CATALOGUE {
             let found = match probe.at {
@@ -105,7 +107,8 @@ fn torch_npu_site(torch_npu: &TorchNpu, site: TorchNpuSite, shape: Shape) -> Pla
         TorchNpuSite::RangePop => &torch_npu.range_pop,
     };
     let MarkSite { offset, args } = marks.as_ref().map_err(ToString::to_string)?;
-    let shape = Shape::Mark { arg: args.text.unwrap_or(NO_ARG), domain: args.domain.unwrap_or(NO_ARG), id: false };
+    let shape =
+        Shape::Mark { arg: args.text.unwrap_or(NO_ARG), domain: args.domain.unwrap_or(NO_ARG), id: false };
     Ok((*offset, shape, None))
 }
 

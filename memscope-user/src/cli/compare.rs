@@ -1,0 +1,143 @@
+//! `memscope-trace compare BASE COMPARE`, `memscope-trace compare --steps A,B DUMP`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use regex::Regex;
+use serde::Serialize;
+
+use super::{
+    Verdict,
+    list::{List, Ordinal, words},
+    offline::{each_row, print_json},
+};
+use crate::{
+    analysis::compare::{self, Difference, Layer, Profile, Profiler, Sequences, Side, Table},
+    dump::{Caller, write_comparison},
+    model::{StepId, StepRule},
+};
+
+#[derive(Debug, Args)]
+pub struct CompareArgs {
+    /// Two dumps; or one, with --steps
+    #[arg(required = true, num_args = 1..=2, value_name = "DUMP")]
+    dumps: Vec<PathBuf>,
+    /// Compare these two steps: of the one dump, or the first step of the first with the second of the second
+    #[arg(long, value_name = "A,B")]
+    steps: Option<List<Ordinal>>,
+    /// What msMemScope's table aligns [op, kernel]
+    #[arg(long, value_name = "LEVEL", default_value = "op")]
+    level: CompareLevel,
+    /// Steps are the ranges or marks whose text matches [default: ranges called "step start"]
+    #[arg(long, value_name = "REGEX")]
+    step_mark: Option<Regex>,
+    /// Directory for msMemScope's table (compare/memory_compare_<date>.csv)
+    #[arg(short, long, value_name = "DIR", default_value = "memscopeDumpResults")]
+    output: PathBuf,
+    /// As one JSON document
+    #[arg(long)]
+    json: bool,
+}
+
+words! { CompareLevel: "level" { Op = "op" | "0", Kernel = "kernel" | "1" } }
+
+#[derive(Serialize)]
+struct Compared {
+    difference: Difference,
+    /// msMemScope's comparison, where two dumps were compared.
+    table: Option<Table>,
+    table_path: Option<PathBuf>,
+}
+
+pub(super) fn run(args: CompareArgs) -> anyhow::Result<Verdict> {
+    let steps = match args.steps.as_ref().map(|list| list.0.as_slice()) {
+        None => None,
+        Some([a, b]) => Some((StepId(a.0), StepId(b.0))),
+        Some(other) => anyhow::bail!("--steps takes two steps, not {}", other.len()),
+    };
+    let rule = args.step_mark.clone().map_or(StepRule::StepStart, StepRule::Matching);
+    let compared = match (args.dumps.as_slice(), steps) {
+        ([dump], Some((a, b))) => {
+            let sides = [Some(Side::Step(a)), Some(Side::Step(b))];
+            let mut profiler = Profiler::new(rule, sides);
+            each_row(std::slice::from_ref(dump), |row| profiler.observe(row))?;
+            let profiles = profiler.finish();
+            let [base, other] = profiles.as_slice() else {
+                anyhow::bail!("the dump does not have both steps {} and {}", a, b);
+            };
+            Compared { difference: compare::difference(base, other), table: None, table_path: None }
+        }
+        ([_], None) => anyhow::bail!("compare takes two dumps, or one and --steps A,B"),
+        ([base, other], steps) => {
+            let level = match args.level {
+                CompareLevel::Op => compare::Level::Op,
+                CompareLevel::Kernel => compare::Level::Kernel,
+            };
+            let side = |step: Option<StepId>| step.map_or(Side::Whole, Side::Step);
+            let read = |path: &PathBuf, side: Side| -> anyhow::Result<(Profile, Sequences)> {
+                let mut sequences = Sequences::new(level);
+                let mut profiler = Profiler::new(rule.clone(), [Some(side), None]);
+                each_row(std::slice::from_ref(path), |row| {
+                    sequences.observe(row);
+                    profiler.observe(row);
+                })?;
+                let profile = profiler.finish().into_iter().next();
+                let profile =
+                    profile.ok_or_else(|| anyhow::anyhow!("{} does not have that step", path.display()))?;
+                Ok((profile, sequences))
+            };
+            let (base, base_sequences) = read(base, side(steps.map(|s| s.0)))?;
+            let (other, other_sequences) = read(other, side(steps.map(|s| s.1)))?;
+            let table = compare::table(base_sequences, other_sequences);
+            let path = write_comparison(&args.output, Caller::of_sudo(), &table)?;
+            Compared {
+                difference: compare::difference(&base, &other),
+                table: Some(table),
+                table_path: Some(path),
+            }
+        }
+        _ => anyhow::bail!("compare takes two dumps, or one and --steps A,B"),
+    };
+    if args.json {
+        print_json(&compared)?;
+        return Ok(Verdict::Fine);
+    }
+    print(&compared);
+    Ok(Verdict::Fine)
+}
+
+fn print(compared: &Compared) {
+    const MOST: usize = 20;
+    println!("{}", compared.difference.verdict);
+    for memory in &compared.difference.memories {
+        let of = &memory.memory;
+        let changed: Vec<_> = memory.ops.iter().filter(|op| op.net_diff != 0 || op.peak_diff != 0).collect();
+        println!(
+            "{}, {}: net {:+} bytes ({:+} against {:+}), peak {:+} bytes",
+            of.device.map_or("host".into(), |device| format!("device {device}")),
+            layer(of.layer),
+            memory.compare.net() - memory.base.net(),
+            memory.compare.net(),
+            memory.base.net(),
+            memory.compare.at_peak as i64 - memory.base.at_peak as i64,
+        );
+        for op in changed.iter().take(MOST) {
+            let name = op.name.as_deref().unwrap_or("before the first operator");
+            println!("  {name}: net {:+} bytes, at the peak {:+} bytes", op.net_diff, op.peak_diff);
+        }
+        if changed.len() > MOST {
+            println!("  and {} more (--json has all)", changed.len() - MOST);
+        }
+    }
+    if let Some(path) = &compared.table_path {
+        println!("msMemScope's table: {}", path.display());
+    }
+}
+
+fn layer(layer: Layer) -> &'static str {
+    match layer {
+        Layer::Pools => "pools",
+        Layer::Driver => "driver",
+        Layer::Host => "pinned host memory",
+    }
+}

@@ -1,0 +1,31 @@
+//! `memscope-trace convert IN OUT`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::{Verdict, list::List, offline::each_row, trace::FormatWord};
+use crate::dump::{Caller, Config, Writer};
+
+#[derive(Debug, Args)]
+pub struct ConvertArgs {
+    /// A dump, or a directory that stands for all dumps in it
+    input: PathBuf,
+    /// Directory to write to, laid out as by live tracing
+    output: PathBuf,
+    /// What to write [csv, db]
+    #[arg(long, alias = "data-format", value_name = "LIST", default_value = "db")]
+    format: List<FormatWord>,
+}
+
+pub(super) fn run(args: ConvertArgs) -> anyhow::Result<Verdict> {
+    let formats = args.format.0.iter().map(|word| word.format()).collect();
+    let mut writer = Writer::create(Config { output: args.output, formats, caller: Caller::of_sudo() })?;
+    each_row(&[args.input], |numbered| writer.write(&numbered.row))?;
+    let mut failed = None;
+    for file in writer.finish() {
+        println!("{}: {} rows", file.path.display(), file.rows);
+        failed = failed.or(file.failure.map(|why| anyhow::anyhow!("{}: {why}", file.path.display())));
+    }
+    failed.map_or(Ok(Verdict::Fine), Err)
+}

@@ -1,0 +1,133 @@
+//! `memscope-trace leaks DUMP`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use regex::Regex;
+use serde::Serialize;
+
+use super::{
+    Verdict,
+    offline::{Read, each_row, print_json, shown},
+};
+use crate::{
+    analysis::{
+        Online,
+        offline_leaks::{Config, OfflineLeaks, Report},
+    },
+    model::{Pool, StepRule},
+    report::{
+        document::{Document, Dump, Events, Trace},
+        terminal,
+    },
+};
+
+#[derive(Debug, Args)]
+pub struct LeaksArgs {
+    /// Dumps: files (csv, db), or directories that stand for all dumps in them
+    #[arg(required = true, value_name = "DUMP")]
+    dumps: Vec<PathBuf>,
+    /// Marks of this text bound the search: allocated between A and B and not freed before C. Without it, the
+    /// rule of live tracing is applied to the steps of the dump
+    #[arg(long, value_name = "TEXT")]
+    mstx_info: Option<String>,
+    /// Which of these marks is A, from 0; B and C are the next two
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "mstx_info")]
+    start_index: usize,
+    /// Blocks of this pool only [HAL, PTA, PTA_WORKSPACE, ATB, MINDSPORE, HOST]
+    #[arg(long, value_name = "POOL", value_parser = pool, requires = "mstx_info")]
+    pool: Option<Pool>,
+    /// Steps are the ranges or marks whose text matches [default: ranges called "step start"]
+    #[arg(long, value_name = "REGEX", conflicts_with = "mstx_info")]
+    step_mark: Option<Regex>,
+    /// As one JSON document; without --mstx-info it is the report of live tracing
+    #[arg(long)]
+    json: bool,
+    /// Exit with code 1 when leaks are found
+    #[arg(long)]
+    fail_on_leaks: bool,
+}
+
+fn pool(word: &str) -> Result<Pool, String> {
+    let known = || Pool::ALL.map(Pool::name).join(", ");
+    Pool::ALL.into_iter().find(|pool| pool.name() == word).ok_or_else(|| format!("known are {}", known()))
+}
+
+pub(super) fn run(args: LeaksArgs) -> anyhow::Result<Verdict> {
+    let found = match args.mstx_info.clone() {
+        Some(mark) => between_marks(&args, mark)?,
+        None => over_steps(&args)?,
+    };
+    Ok(if found && args.fail_on_leaks { Verdict::Findings } else { Verdict::Fine })
+}
+
+fn over_steps(args: &LeaksArgs) -> anyhow::Result<bool> {
+    let rule = args.step_mark.clone().map_or(StepRule::StepStart, StepRule::Matching);
+    let mut online = Online::new(rule, true);
+    let read = each_row(&args.dumps, |numbered| {
+        if let Some(event) = numbered.row.event() {
+            online.apply(&event);
+        }
+    })?;
+    let paths: Vec<_> = args.dumps.iter().map(|path| shown(path)).collect();
+    let reason = (read.unread > 0).then(|| format!("{} rows could not be read", read.unread));
+    let trace = Trace {
+        events: Events { received: read.rows, lost: 0 },
+        dump: Some(Dump { path: paths.join(", "), complete: read.unread == 0, reason }),
+        ..Trace::default()
+    };
+    let document = Document::new(trace, &online);
+    if args.json {
+        print_json(&document)?;
+    } else {
+        print!("{}", terminal::render(&document, false));
+    }
+    Ok(document.has_leaks())
+}
+
+#[derive(Serialize)]
+struct Found {
+    #[serde(flatten)]
+    read: Read,
+    #[serde(flatten)]
+    report: Report,
+}
+
+fn between_marks(args: &LeaksArgs, mark: String) -> anyhow::Result<bool> {
+    let mut leaks = OfflineLeaks::new(Config { mark, start_index: args.start_index, pool: args.pool });
+    let read = each_row(&args.dumps, |numbered| leaks.observe(numbered))?;
+    let found = Found { read, report: leaks.finish() };
+    let any = found.report.devices.iter().any(|device| !device.leaks.is_empty());
+    if args.json {
+        print_json(&found)?;
+        return Ok(any);
+    }
+    if found.report.devices.is_empty() {
+        println!("The dump has no device.");
+    }
+    for device in &found.report.devices {
+        let who = format!("Process {}, device {}", device.pid, device.device);
+        let Some([a, _, c]) = device.between else {
+            println!(
+                "{who}: {} marks {:?}, three are needed from index {} on",
+                device.marks, found.report.mark, found.report.start_index
+            );
+            continue;
+        };
+        let bytes: u64 = device.leaks.iter().map(|leak| leak.size).sum();
+        println!(
+            "{who}: {} blocks, {bytes} bytes, allocated from row {} on and not freed before row {}",
+            device.leaks.len(),
+            a.id,
+            c.id
+        );
+        for leak in &device.leaks {
+            let op = leak.op.as_deref().map(|op| format!(", around {op}")).unwrap_or_default();
+            println!(
+                "  {} {} bytes at {}, row {}, thread {}{op}",
+                leak.pool, leak.size, leak.ptr, leak.id, leak.tid
+            );
+        }
+    }
+    Ok(any)
+}
