@@ -5,11 +5,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use memscope::analysis::Analysis;
 use memscope::analysis::inefficient::{Config, Finding, Inefficient, Report, Rules};
 use memscope::dump::read::{NumberedRow, Options, open};
-use memscope::dump::{Fact, Framework, Row};
+use memscope::dump::{Fact, Format, Framework, Row, Writer, rows_of};
 use memscope::model::{
-    Access, AccessKind, Alloc, AllocationId, DeviceId, DevicePtr, EventKind, Free, Nanos, Pool, Tgid, Tid,
+    Access, AccessKind, Alloc, AllocationId, DeviceId, DevicePtr, Event, EventKind, Free, Ledger, Nanos,
+    Pool, StepRule, Tgid, Tid,
 };
 
 fn fixture(name: &str) -> PathBuf {
@@ -163,4 +165,87 @@ fn verdicts_are_those_of_msmemscope_online() {
     let late = &pool.groups[0].examples[1];
     // Last `add_`, `empty` of `filler`, free.
     assert_eq!((late.from.call, late.call_between, late.to.call), (13, Some(14), 15));
+}
+
+/// What the peer's script does, as live tracing reports it: operators without an end, accesses by address, and none of
+/// `empty`, for which the wheels call nothing.
+fn live_events() -> Vec<Event> {
+    let (rows, _) = peer();
+    let mut events: Vec<Event> = rows
+        .into_iter()
+        .filter_map(|numbered| {
+            let kind = match numbered.row.fact {
+                Fact::OpBegin { name, .. } if name.contains("empty") => return None,
+                Fact::Event(EventKind::Access(Access { op: Some(op), .. })) if op.contains("empty") => {
+                    return None;
+                }
+                Fact::OpBegin { name, .. } => EventKind::Op { name },
+                Fact::Event(EventKind::Alloc(alloc)) => {
+                    EventKind::Alloc(Alloc { device: Some(DeviceId(0)), ..alloc })
+                }
+                Fact::Event(kind) => kind,
+                _ => return None,
+            };
+            Some(Event { time: numbered.row.time, tgid: numbered.row.tgid, tid: numbered.row.tid, kind })
+        })
+        .collect();
+    // A block whose free is lost, one that the end of the process takes, and a free of one that was there before.
+    let (tgid, tid) = (Tgid(4536), Tid(4537));
+    let mut push = |kind| {
+        let time = Nanos(1_000_000_000 + 1000 * events.len() as u64);
+        events.push(Event { time, tgid, tid, kind });
+    };
+    let alloc = |ptr, size| {
+        let (pool, device) = (Pool::Pta, Some(DeviceId(0)));
+        EventKind::Alloc(Alloc { pool, device, ptr: DevicePtr(ptr), size, totals: None, driver: None })
+    };
+    let access = |ptr, kind| {
+        let (pool, op) = (Some(Pool::Pta), Some(Arc::from("aclnnMm")));
+        EventKind::Access(Access { pool, ptr: DevicePtr(ptr), size: 16, kind, op })
+    };
+    let free = |ptr| {
+        let pool = Pool::Pta;
+        EventKind::Free(Free { pool, device: None, ptr: DevicePtr(ptr), size: Some(16), totals: None })
+    };
+    push(alloc(0x1000, 2048));
+    push(alloc(0x1000, 1024));
+    push(alloc(0x8000, 4096));
+    push(free(0x77));
+    push(EventKind::Op { name: Arc::from("aclnnMm") });
+    push(access(0x1000, AccessKind::Read));
+    push(access(0x8010, AccessKind::Write));
+    push(free(0x1000));
+    push(EventKind::Exit);
+    events
+}
+
+#[test]
+fn live_and_from_a_dump_the_findings_are_the_same() {
+    for rules in [Rules::MEMSCOPE, Rules::DRGPUM] {
+        let dir = tempfile::tempdir().expect("a directory");
+        let formats = vec![Format::Csv];
+        let config = memscope::dump::Config { output: dir.path().to_owned(), formats, caller: None };
+        let mut writer = Writer::create(config).expect("writable");
+        let mut ledger = Ledger::new(StepRule::default());
+        let mut live = Inefficient::new(Config::new(rules));
+        for event in live_events() {
+            let change = ledger.apply(&event);
+            live.observe(&event, &change, &ledger);
+            rows_of(&event, &change, &ledger, |row| writer.write(&row));
+        }
+        writer.finish();
+        live.finish(&mut |_| {});
+        let live = live.report();
+        assert!(live.pools[0].groups.len() >= 3, "{live:?}");
+
+        let rows = open([dir.path()], Options::default()).expect("a dump");
+        let (offline, verdicts) = analyse(rows, Config::new(rules));
+        assert_eq!(offline, live);
+        if rules == Rules::MEMSCOPE {
+            let (_, mut expected) = peer();
+            // Some block was freed before these were used, even though nobody knows which.
+            expected.extend([12, 13].map(|id| (id, "early_allocation".to_owned())));
+            assert_eq!(verdicts, expected, "as msMemScope from within");
+        }
+    }
 }

@@ -236,10 +236,10 @@ impl Inefficient {
         let row = &numbered.row;
         let (tgid, tid, time) = (row.tgid, row.tid, row.time);
         match &row.fact {
-            Fact::OpBegin { name, .. } => self.process(tgid).begin_operator(tid, name),
-            Fact::OpEnd { .. } => self.process(tgid).end_operator(tid),
+            Fact::OpBegin { name, .. } => self.process(tgid, time).begin_operator(tid, name),
+            Fact::OpEnd { .. } => self.process(tgid, time).end_operator(tid),
             Fact::NeverFreed { pool, ptr } => {
-                self.process(tgid).never_freed(*pool, row.allocation_id, *ptr, time, found);
+                self.process(tgid, time).never_freed(*pool, row.allocation_id, *ptr, found);
             }
             Fact::Event(kind) => match kind {
                 EventKind::Alloc(alloc) => {
@@ -250,10 +250,10 @@ impl Inefficient {
                         ptr: alloc.ptr,
                         size: alloc.size,
                     };
-                    self.process(tgid).alloc(allocation, time, tid);
+                    self.process(tgid, time).alloc(allocation, tid);
                 }
                 EventKind::Free(free) => {
-                    self.process(tgid).free(free.pool, row.allocation_id, free.ptr, time, tid, found);
+                    self.process(tgid, time).free(free.pool, row.allocation_id, free.ptr, tid, found);
                 }
                 EventKind::Exec | EventKind::Exit => self.end(tgid, time, found),
                 _ => self.observe_common(kind, tgid, tid, time, row.allocation_id, found),
@@ -273,11 +273,11 @@ impl Inefficient {
     ) {
         match kind {
             EventKind::Op { name } => {
-                let process = self.process(tgid);
+                let process = self.process(tgid, time);
                 process.begin_operator(tid, name);
                 process.end_operator(tid);
             }
-            EventKind::Access(access) => self.process(tgid).access(access, id, time, tid, found),
+            EventKind::Access(access) => self.process(tgid, time).access(access, id, tid, found),
             _ => {}
         }
     }
@@ -285,8 +285,7 @@ impl Inefficient {
     /// Judges what is left when there is no more to come.
     pub fn finish(&mut self, found: &mut dyn FnMut(&Finding)) {
         for process in &mut self.processes {
-            let now = process.now();
-            process.end(now, found);
+            process.end(found);
         }
         self.index.clear();
     }
@@ -297,18 +296,21 @@ impl Inefficient {
         Report { config: self.config.clone(), pools }
     }
 
-    fn process(&mut self, tgid: Tgid) -> &mut Process {
+    fn process(&mut self, tgid: Tgid, time: Nanos) -> &mut Process {
         let Inefficient { config, processes, index } = self;
         let at = *index.entry(tgid).or_insert_with(|| {
             processes.push(Process::new(tgid, config));
             processes.len() - 1
         });
-        &mut processes[at]
+        let process = &mut processes[at];
+        process.now = time;
+        process
     }
 
     fn end(&mut self, tgid: Tgid, time: Nanos, found: &mut dyn FnMut(&Finding)) {
         if let Some(at) = self.index.remove(&tgid) {
-            self.processes[at].end(time, found);
+            self.processes[at].now = time;
+            self.processes[at].end(found);
         }
     }
 }
@@ -320,26 +322,26 @@ impl Analysis for Inefficient {
         match (kind, change) {
             (EventKind::Alloc(_), Change::Allocated { block, replaced }) => {
                 if let Some(old) = replaced {
-                    self.process(*tgid).never_freed(old.pool, Some(old.id), old.ptr, *time, found);
+                    self.process(*tgid, *time).never_freed(old.pool, Some(old.id), old.ptr, found);
                 }
                 let Some(block) = ledger.process(*tgid).and_then(|process| process.block(*block)) else {
                     return;
                 };
                 let (pool, device, ptr, size) = (block.pool, block.device, block.ptr, block.size);
                 let allocation = Allocation { pool, device, id: Some(block.id), ptr, size };
-                self.process(*tgid).alloc(allocation, *time, *tid);
+                self.process(*tgid, *time).alloc(allocation, *tid);
             }
             // The same block in other words.
             (EventKind::Alloc(_), _) => {}
             (EventKind::Free(free), Change::Freed(block)) => {
-                self.process(*tgid).free(free.pool, Some(block.id), free.ptr, *time, *tid, found);
+                self.process(*tgid, *time).free(free.pool, Some(block.id), free.ptr, *tid, found);
             }
             (EventKind::Free(free), _) => {
-                self.process(*tgid).free(free.pool, None, free.ptr, *time, *tid, found);
+                self.process(*tgid, *time).free(free.pool, None, free.ptr, *tid, found);
             }
             (_, Change::Reset { blocks, .. }) => {
                 for block in blocks {
-                    self.process(*tgid).never_freed(block.pool, Some(block.id), block.ptr, *time, found);
+                    self.process(*tgid, *time).never_freed(block.pool, Some(block.id), block.ptr, found);
                 }
             }
             (_, Change::Ended { .. }) => self.end(*tgid, *time, found),
@@ -356,3 +358,6 @@ fn device_of(pool: Pool, row: &Row) -> Option<DeviceId> {
         _ => row.device,
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -40,7 +40,8 @@ pub(super) struct Process {
     regions: Vec<Region>,
     blocks: Blocks,
     initialising: FxHashMap<Name, bool>,
-    now: Nanos,
+    /// The time of the last event.
+    pub now: Nanos,
 }
 
 #[derive(Debug, Default)]
@@ -145,18 +146,34 @@ struct Block {
     ptr: DevicePtr,
     size: u64,
     alloc: At,
-    /// The last access.
+    /// The last access. By the rules of msMemScope, an allocation outside of operators is one: it knows `torch.empty` as
+    /// an operator that writes to the block, for which nothing is called that could be seen from outside.
     used: Option<At>,
     /// The first access by another call than the allocation's has been.
     begun: bool,
     /// Initialised, and not accessed since: where, how much and when.
     initialised: Option<(DevicePtr, u64, At)>,
-    /// In the profiles of its site, by [`SINCE_ALLOC`] and [`SINCE_ACCESS`], and in the region's.
-    since_alloc: [Option<Mark>; 2],
-    since_access: [Option<Mark>; 3],
-    without_since_alloc: Option<Mark>,
-    without_since_access: Option<Mark>,
+    since_alloc: SinceAlloc,
+    since_access: SinceAccess,
 }
+
+/// In the profiles of the block's site, by pattern, and in that of its region. `None` where nothing is looked for.
+#[derive(Debug, Clone, Copy)]
+struct Marks<const PATTERNS: usize> {
+    of_site: [Option<Mark>; PATTERNS],
+    of_region: Option<Mark>,
+}
+
+impl<const PATTERNS: usize> Marks<PATTERNS> {
+    const NONE: Self = Marks { of_site: [None; PATTERNS], of_region: None };
+
+    fn take(&mut self) -> Self {
+        std::mem::replace(self, Self::NONE)
+    }
+}
+
+type SinceAlloc = Marks<{ SINCE_ALLOC.len() }>;
+type SinceAccess = Marks<{ SINCE_ACCESS.len() }>;
 
 /// The live blocks, by id and by address.
 #[derive(Debug, Default)]
@@ -257,11 +274,6 @@ impl Process {
         }
     }
 
-    /// The time of the last thing that happened.
-    pub fn now(&self) -> Nanos {
-        self.now
-    }
-
     pub fn begin_operator(&mut self, tid: Tid, name: &Name) {
         self.end_operator(tid);
         self.operators += 1;
@@ -292,8 +304,8 @@ impl Process {
     }
 
     /// The call that an event on this pool belongs to.
-    fn at(&mut self, pool: Pool, time: Nanos, tid: Tid, access_by: Option<&Name>) -> At {
-        self.now = time;
+    fn at(&mut self, pool: Pool, tid: Tid, access_by: Option<&Name>) -> At {
+        let time = self.now;
         let thread = self.threads.entry(tid).or_default();
         if access_by.is_none() || access_by != thread.op.as_ref() {
             thread.ended = None;
@@ -314,15 +326,16 @@ impl Process {
         }
     }
 
-    pub fn alloc(&mut self, allocation: Allocation, time: Nanos, tid: Tid) {
+    pub fn alloc(&mut self, allocation: Allocation, tid: Tid) {
         let Allocation { pool, device, id, ptr, size } = allocation;
         // The free of what was there has not been seen.
         if let Some(slot) = self.blocks.by_ptr[pool as usize].get(&ptr).copied() {
             self.forget(slot);
         }
-        let at = self.at(pool, time, tid, None);
+        let at = self.at(pool, tid, None);
         let thread = self.threads.entry(tid).or_default();
         let op = thread.op.clone();
+        let in_operator = thread.open.is_some();
         match &mut thread.open {
             Some(operator) => operator.allocated[pool as usize] = true,
             None => self.last_alloc[pool as usize] = self.last_alloc[pool as usize].max(at.call),
@@ -344,13 +357,15 @@ impl Process {
             used: None,
             begun: false,
             initialised: None,
-            since_alloc: [None; 2],
-            since_access: [None; 3],
-            without_since_alloc: None,
-            without_since_access: None,
+            since_alloc: Marks::NONE,
+            since_access: Marks::NONE,
         };
         if size >= self.config.min_bytes {
             region.mark_alloc(&mut block, &self.config);
+            if matches!(self.config.rules, Rules::Memscope { .. }) && !in_operator {
+                block.used = Some(at);
+                block.since_access = region.mark(site, SINCE_ACCESS, &self.config);
+            }
         }
         region.timeline.add(size);
         self.blocks.insert(pool, block);
@@ -360,7 +375,6 @@ impl Process {
         &mut self,
         access: &Access,
         id: Option<AllocationId>,
-        time: Nanos,
         tid: Tid,
         found: &mut dyn FnMut(&Finding),
     ) {
@@ -368,7 +382,7 @@ impl Process {
         let known = slot.and_then(|slot| self.blocks.get(slot));
         let pool = known.map(|block| self.regions[block.region as usize].pool).or(access.pool);
         let Some(pool) = pool else { return };
-        let at = self.at(pool, time, tid, access.op.as_ref());
+        let at = self.at(pool, tid, access.op.as_ref());
         let initialises = access.kind == AccessKind::Write
             && matches!(self.config.rules, Rules::Drgpum { .. })
             && self.initialises(access.op.as_ref());
@@ -390,11 +404,10 @@ impl Process {
         pool: Pool,
         id: Option<AllocationId>,
         ptr: DevicePtr,
-        time: Nanos,
         tid: Tid,
         found: &mut dyn FnMut(&Finding),
     ) {
-        let at = self.at(pool, time, tid, None);
+        let at = self.at(pool, tid, None);
         let last_alloc = self.last_alloc[pool as usize];
         match &mut self.threads.entry(tid).or_default().open {
             Some(operator) => operator.freed[pool as usize] = true,
@@ -417,18 +430,15 @@ impl Process {
         pool: Pool,
         id: Option<AllocationId>,
         ptr: DevicePtr,
-        time: Nanos,
         found: &mut dyn FnMut(&Finding),
     ) {
-        self.now = time;
         if let Some(slot) = self.blocks.find_exactly(pool, id, ptr) {
             self.end_block(slot, found);
         }
     }
 
     /// Judges the blocks that are left.
-    pub fn end(&mut self, time: Nanos, found: &mut dyn FnMut(&Finding)) {
-        self.now = time;
+    pub fn end(&mut self, found: &mut dyn FnMut(&Finding)) {
         let mut left: Vec<(u64, u32)> = self
             .blocks
             .slots
@@ -463,8 +473,7 @@ impl Process {
         if let Some(mut block) = self.remove(slot) {
             let region = &mut self.regions[block.region as usize];
             region.timeline.remove(block.size);
-            region.release_alloc(&mut block);
-            region.release_access(&mut block);
+            region.release_all(&mut block);
         }
     }
 
@@ -509,6 +518,17 @@ impl Process {
     }
 }
 
+#[cfg(test)]
+impl Process {
+    /// Spans of all profiles.
+    pub fn spans(&self) -> usize {
+        let of_sites = |region: &Region| -> usize {
+            region.sites.iter().flat_map(|site| &site.groups).map(|tally| tally.profile.len()).sum()
+        };
+        self.regions.iter().map(|region| region.without.len() + of_sites(region)).sum()
+    }
+}
+
 impl Region {
     fn site(&mut self, op: Option<Name>) -> u32 {
         if let Some(site) = self.by_op.get(&op) {
@@ -524,15 +544,40 @@ impl Region {
         site
     }
 
-    fn mark_alloc(&mut self, block: &mut Block, config: &Config) {
-        let Region { timeline, without, sites, reusable, .. } = self;
-        let groups = &mut sites[block.site as usize].groups;
-        for (mark, pattern) in block.since_alloc.iter_mut().zip(SINCE_ALLOC) {
+    /// Marks this moment for each of the patterns that is looked for.
+    fn mark<const N: usize>(&mut self, site: u32, patterns: [Pattern; N], config: &Config) -> Marks<N> {
+        let Region { timeline, without, sites, .. } = self;
+        let groups = &mut sites[site as usize].groups;
+        let mut marks = Marks::NONE;
+        for (mark, pattern) in marks.of_site.iter_mut().zip(patterns) {
             if config.looks_for(pattern) {
                 *mark = Some(groups[pattern as usize].profile.mark(timeline));
-                block.without_since_alloc.get_or_insert_with(|| without.mark(timeline));
+                marks.of_region.get_or_insert_with(|| without.mark(timeline));
             }
         }
+        marks
+    }
+
+    fn release<const N: usize>(&mut self, site: u32, patterns: [Pattern; N], marks: Marks<N>) {
+        let groups = &mut self.sites[site as usize].groups;
+        for (mark, pattern) in marks.of_site.into_iter().zip(patterns) {
+            if let Some(mark) = mark {
+                groups[pattern as usize].profile.release(mark);
+            }
+        }
+        if let Some(mark) = marks.of_region {
+            self.without.release(mark);
+        }
+    }
+
+    fn release_all(&mut self, block: &mut Block) {
+        self.release(block.site, SINCE_ALLOC, block.since_alloc.take());
+        self.release(block.site, SINCE_ACCESS, block.since_access.take());
+    }
+
+    fn mark_alloc(&mut self, block: &mut Block, config: &Config) {
+        block.since_alloc = self.mark(block.site, SINCE_ALLOC, config);
+        let Region { timeline, sites, reusable, .. } = self;
         if !config.looks_for(Pattern::RedundantAllocation) {
             return;
         }
@@ -555,41 +600,6 @@ impl Region {
             allocated: group.profile.mark(timeline),
             freed: None,
         });
-    }
-
-    fn mark_access(&mut self, block: &mut Block, config: &Config) {
-        let Region { timeline, without, sites, .. } = self;
-        let groups = &mut sites[block.site as usize].groups;
-        for (mark, pattern) in block.since_access.iter_mut().zip(SINCE_ACCESS) {
-            if config.looks_for(pattern) {
-                *mark = Some(groups[pattern as usize].profile.mark(timeline));
-                block.without_since_access.get_or_insert_with(|| without.mark(timeline));
-            }
-        }
-    }
-
-    fn release_alloc(&mut self, block: &mut Block) {
-        let groups = &mut self.sites[block.site as usize].groups;
-        for (mark, pattern) in block.since_alloc.iter_mut().zip(SINCE_ALLOC) {
-            if let Some(mark) = mark.take() {
-                groups[pattern as usize].profile.release(mark);
-            }
-        }
-        if let Some(mark) = block.without_since_alloc.take() {
-            self.without.release(mark);
-        }
-    }
-
-    fn release_access(&mut self, block: &mut Block) {
-        let groups = &mut self.sites[block.site as usize].groups;
-        for (mark, pattern) in block.since_access.iter_mut().zip(SINCE_ACCESS) {
-            if let Some(mark) = mark.take() {
-                groups[pattern as usize].profile.release(mark);
-            }
-        }
-        if let Some(mark) = block.without_since_access.take() {
-            self.without.release(mark);
-        }
     }
 
     fn report(&self, pid: Tgid, operators: u64) -> PoolReport {
@@ -656,6 +666,8 @@ struct Judge<'a> {
 
 impl Judge<'_> {
     fn access(&mut self, block: &mut Block, at: At, last_free: u64) {
+        // First of all: what is found to be wasted until now does not reach past this mark.
+        let now = self.region.mark(block.site, SINCE_ACCESS, self.config);
         if let Some(used) = block.used {
             let idle = match self.config.rules {
                 Rules::Memscope { idle } => at.call.saturating_sub(used.call) > idle,
@@ -687,12 +699,11 @@ impl Judge<'_> {
                 self.since_alloc(block, Pattern::EarlyAllocation, span);
             }
             if block.begun {
-                self.region.release_alloc(block);
+                self.region.release(block.site, SINCE_ALLOC, block.since_alloc.take());
             }
         }
         block.used = Some(at);
-        self.region.release_access(block);
-        self.region.mark_access(block, self.config);
+        self.region.release(block.site, SINCE_ACCESS, std::mem::replace(&mut block.since_access, now));
     }
 
     fn write(&mut self, block: &mut Block, access: &Access, at: At, initialises: bool) {
@@ -710,6 +721,8 @@ impl Judge<'_> {
 
     fn free(&mut self, mut block: Block, at: At, last_alloc: u64) {
         match block.used {
+            // Without any access to its pool, not having seen one says nothing.
+            _ if self.region.accesses == 0 => {}
             Some(used) => {
                 let late = match self.config.rules {
                     Rules::Memscope { .. } => {
@@ -732,6 +745,7 @@ impl Judge<'_> {
 
     fn end(&mut self, mut block: Block, at: At) {
         match block.used {
+            _ if self.region.accesses == 0 => {}
             Some(from) => {
                 self.since_access(&block, Pattern::Leak, Span { from, to: at, call_between: None });
             }
@@ -741,11 +755,8 @@ impl Judge<'_> {
     }
 
     fn unused(&mut self, block: &Block, at: At) {
-        // Without any access to its pool, not having seen one says nothing.
-        if self.region.accesses > 0 {
-            let span = Span { from: block.alloc, to: at, call_between: None };
-            self.since_alloc(block, Pattern::UnusedAllocation, span);
-        }
+        let span = Span { from: block.alloc, to: at, call_between: None };
+        self.since_alloc(block, Pattern::UnusedAllocation, span);
     }
 
     /// Looks for a block that was allocated when this one was done with.
@@ -784,8 +795,7 @@ impl Judge<'_> {
 
     /// The block is no longer: its marks go, but for what may yet prove redundant.
     fn leave(&mut self, block: &mut Block, at: At) {
-        self.region.release_alloc(block);
-        self.region.release_access(block);
+        self.region.release_all(block);
         let Region { reusable, sites, timeline, .. } = &mut *self.region;
         if let Some(alike) = reusable.get_mut(&block.size)
             && let Some(own) = alike.iter_mut().find(|own| own.number == block.number)
@@ -796,28 +806,27 @@ impl Judge<'_> {
     }
 
     fn since_alloc(&mut self, block: &Block, pattern: Pattern, span: Span) {
-        let mark = SINCE_ALLOC.iter().position(|p| *p == pattern).and_then(|at| block.since_alloc[at]);
-        self.waste(block, pattern, span, mark, block.without_since_alloc);
+        self.waste(block, pattern, span, SINCE_ALLOC, block.since_alloc);
     }
 
     fn since_access(&mut self, block: &Block, pattern: Pattern, span: Span) {
-        let mark = SINCE_ACCESS.iter().position(|p| *p == pattern).and_then(|at| block.since_access[at]);
-        self.waste(block, pattern, span, mark, block.without_since_access);
+        self.waste(block, pattern, span, SINCE_ACCESS, block.since_access);
     }
 
-    fn waste(
+    fn waste<const N: usize>(
         &mut self,
         block: &Block,
         pattern: Pattern,
         span: Span,
-        mark: Option<Mark>,
-        without: Option<Mark>,
+        patterns: [Pattern; N],
+        marks: Marks<N>,
     ) {
+        let mark = patterns.iter().position(|known| *known == pattern).and_then(|at| marks.of_site[at]);
         // No mark: the pattern is not looked for.
-        let (Some(mark), Some(without)) = (mark, without) else { return };
-        let Region { timeline, sites, without: profile, .. } = &mut *self.region;
+        let (Some(mark), Some(of_region)) = (mark, marks.of_region) else { return };
+        let Region { timeline, sites, without, .. } = &mut *self.region;
         sites[block.site as usize].groups[pattern as usize].profile.waste(mark, block.size, timeline);
-        profile.waste(without, block.size, timeline);
+        without.waste(of_region, block.size, timeline);
         self.tell(block, pattern, span);
     }
 

@@ -159,6 +159,11 @@ impl Profile {
         bytes(peak)
     }
 
+    #[cfg(test)]
+    pub fn len(&self) -> usize {
+        self.spans.len() - self.vacant.len()
+    }
+
     fn catch_up(&mut self, timeline: &Timeline) {
         if let Some(peak) = timeline.peak_after(self.seen) {
             let last = &mut self.spans[self.last as usize];
@@ -247,7 +252,7 @@ mod tests {
                 let expected = history.iter().copied().max().unwrap_or(0).max(0) as u64;
                 prop_assert_eq!(profile.peak(&timeline), expected);
             }
-            prop_assert_eq!(profile.spans.len() - profile.vacant.len(), marks.len() + 1);
+            prop_assert_eq!(profile.len(), marks.len() + 1);
         }
     }
 }
