@@ -451,3 +451,24 @@ fn a_python_program_is_traced_from_its_start() -> Result<()> {
     }
     Ok(())
 }
+
+/// Segments that grow: reserved addresses, physical handles mapped into them.
+#[test]
+fn expandable_segments_are_the_pools_to_the_byte() -> Result<()> {
+    let ground = GROUNDS[0];
+    if !ground.is_ready() {
+        return Ok(());
+    }
+    let conf = [("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")];
+    let run = Run::held(ground, "train_leak.py", &["--steps", "8", "--end", "os-exit"], &conf)?;
+    let tracer = Tracer::start(&["-p", &run.target.pid().to_string()])?.attached()?;
+    run.go()?;
+    let (pid, lines, traced) = run.finish(tracer)?;
+    let report = traced.report()?;
+    assert!(report.site("halMemCreate").0 > 0 && report.site("halMemMap").0 > 0, "{:#}", report.0["sites"]);
+    assert_leaks(&report, pid, &lines, 8)?;
+    assert_eq!(totals_agree_at_every_mark(&lines, &traced, pid, 0)?, 9);
+    let device = report.device(pid, 0)?;
+    assert_eq!(device["reconciliation"]["unexplained_bytes"], 0, "{:#}", device["reconciliation"]);
+    Ok(())
+}

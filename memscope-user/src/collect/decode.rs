@@ -284,6 +284,10 @@ impl ProcessState {
                 }
                 free(Pool::Hal, args[0])?
             }
+            Fact::DriverMap => {
+                EventKind::Map { ptr: DevicePtr(args[0]), size: args[1], handle: DevicePtr(args[3]) }
+            }
+            Fact::DriverUnmap => EventKind::Unmap { ptr: DevicePtr(args[0]) },
             Fact::RuntimeAlloc => {
                 let api = &mut self.threads.entry(tid).or_default().api;
                 // Calls nest with the same out-pointer: the outermost is the one the program made.

@@ -146,7 +146,7 @@ pub(super) fn records<'a>(row: &'a Row, mut put: impl FnMut(Record<'a>)) {
                 .with(range.map(|range| ("range", Value::Number(range)))));
         }
         // Each row carries its device already.
-        Fact::Event(EventKind::DeviceSet { .. }) => {}
+        Fact::Event(EventKind::DeviceSet { .. } | EventKind::Map { .. } | EventKind::Unmap { .. }) => {}
         Fact::Event(EventKind::DeviceReset { .. }) => put(new("SYSTEM", "DEVICE_RESET")),
         Fact::Event(EventKind::AclInit) => put(new("SYSTEM", "ACL_INIT")),
         Fact::Event(EventKind::AclFinalize) => put(new("SYSTEM", "ACL_FINI")),

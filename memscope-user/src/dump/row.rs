@@ -149,8 +149,14 @@ pub fn rows_of(event: &Event, change: &Change, ledger: &Ledger, mut put: impl Fn
     let process = ledger.process(event.tgid);
     let mut row = Row::from(event.clone());
     match change {
-        // The same block in other words: a second MALLOC row would have no FREE row.
-        Change::Reported(_) => return,
+        // The same block again, perhaps of another size: as msMemScope writes it, so that rows still come in pairs.
+        Change::Reported(block) => {
+            if let Some(block) = process.and_then(|process| process.block(*block)) {
+                put(never_freed(block, event.tgid, event.tid, event.time));
+                row.device = block.device;
+                row.allocation_id = Some(block.id);
+            }
+        }
         Change::Allocated { block, replaced } => {
             if let Some(replaced) = replaced {
                 put(never_freed(replaced, event.tgid, event.tid, event.time));
@@ -176,6 +182,20 @@ pub fn rows_of(event: &Event, change: &Change, ledger: &Ledger, mut put: impl Fn
                 EventKind::AclInit | EventKind::AclFinalize => None,
                 _ => process.current_device(event.tid),
             });
+        }
+    }
+    if let Fact::Event(EventKind::Access(access)) = &mut row.fact {
+        let pools = access.pool.as_slice();
+        let pools = if pools.is_empty() { &Pool::ALL } else { pools };
+        // Blocks of pools before the segments of the driver in which they lie.
+        let found = |process: &Process| {
+            let mut blocks = pools.iter().rev().filter_map(|pool| process.find(*pool, access.ptr));
+            blocks.next().map(|block| (block.id, block.pool, block.device))
+        };
+        if let Some((id, pool, device)) = process.and_then(found) {
+            row.allocation_id = Some(id);
+            row.device = device;
+            access.pool = Some(pool);
         }
     }
     put(row);

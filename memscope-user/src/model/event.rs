@@ -20,6 +20,17 @@ pub enum EventKind {
     Alloc(Alloc),
     Free(Free),
     AllocFailed(AllocFailed),
+    /// Physical memory (`halMemCreate`) got an address.
+    Map {
+        ptr: DevicePtr,
+        /// Bytes.
+        size: u64,
+        handle: DevicePtr,
+    },
+    /// The address names no memory any more.
+    Unmap {
+        ptr: DevicePtr,
+    },
     /// An operator was enqueued or begun by this thread.
     Op {
         name: Name,

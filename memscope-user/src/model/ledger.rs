@@ -352,6 +352,14 @@ impl Process {
             EventKind::AllocFailed(failed) => {
                 Change::Failed { device: self.place(failed.pool, failed.device, event.tid) }
             }
+            EventKind::Map { ptr, size, handle } => {
+                self.map(*ptr, *size, *handle);
+                Change::Nothing
+            }
+            EventKind::Unmap { ptr } => {
+                self.unclaimed.unmap(*ptr);
+                Change::Nothing
+            }
             EventKind::Op { name } => {
                 self.threads.entry(event.tid).or_default().op = Some(name.clone());
                 Change::Nothing
@@ -448,6 +456,17 @@ impl Process {
         Change::Allocated { block: at, replaced }
     }
 
+    /// From now on a pool's blocks can lie in the memory of this handle.
+    fn map(&mut self, at: DevicePtr, size: u64, handle: DevicePtr) {
+        if let Some(block) = self.blocks.find(Pool::Hal, handle).and_then(|block| self.blocks.get(block))
+            && block.belongs_to_program()
+        {
+            let candidate =
+                Candidate { id: block.id, ptr: handle, size: block.size, asked: block.size, create: true };
+            self.unclaimed.map(at, size, candidate);
+        }
+    }
+
     /// A workspace is reported when it is reserved and when it is used: the second report may be of its used
     /// part only.
     fn report_again(&mut self, alloc: &Alloc) -> Option<BlockRef> {
@@ -483,7 +502,7 @@ impl Process {
             && block.segment_of.is_none()
         {
             block.segment_of = Some(pool);
-            self.unclaimed.remove(candidate.ptr);
+            self.unclaimed.remove(candidate.ptr, candidate.create);
             if let Some(memory) = self.devices.iter_mut().find(|memory| memory.device == block.device) {
                 let bytes = &mut memory.driver.segments[pool as usize];
                 *bytes = bytes.saturating_add(block.size);
@@ -533,7 +552,7 @@ impl Process {
             memory.leave(block);
         }
         if block.pool == Pool::Hal {
-            self.unclaimed.remove(block.ptr);
+            self.unclaimed.remove(block.ptr, block.driver.is_some_and(|driver| driver.create));
         }
     }
 

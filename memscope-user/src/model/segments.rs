@@ -72,9 +72,9 @@ pub(super) enum Growth {
     AtMost(u64),
 }
 
-/// Driver blocks that no pool has claimed yet, by address.
+/// Driver blocks that no pool has claimed yet, by address, with the bytes there. Handles are there while mapped.
 #[derive(Debug, Default)]
-pub(super) struct Unclaimed(BTreeMap<DevicePtr, Candidate>);
+pub(super) struct Unclaimed(BTreeMap<DevicePtr, (u64, Candidate)>);
 
 impl Unclaimed {
     pub fn is_empty(&self) -> bool {
@@ -83,18 +83,32 @@ impl Unclaimed {
 
     pub fn insert(&mut self, candidate: Candidate) {
         if !candidate.create {
-            self.0.insert(candidate.ptr, candidate);
+            self.0.insert(candidate.ptr, (candidate.size, candidate));
         }
     }
 
-    pub fn remove(&mut self, ptr: DevicePtr) {
-        self.0.remove(&ptr);
+    /// A handle's memory, or `size` bytes of it, got an address.
+    pub fn map(&mut self, at: DevicePtr, size: u64, candidate: Candidate) {
+        self.0.insert(at, (size, candidate));
+    }
+
+    pub fn unmap(&mut self, at: DevicePtr) {
+        self.0.remove(&at);
+    }
+
+    /// The block is claimed, or gone.
+    pub fn remove(&mut self, ptr: DevicePtr, create: bool) {
+        if create {
+            self.0.retain(|_, (_, candidate)| candidate.ptr != ptr);
+        } else {
+            self.0.remove(&ptr);
+        }
     }
 
     /// The block in which an address lies.
     pub fn containing(&self, ptr: DevicePtr) -> Option<Candidate> {
-        let (start, candidate) = self.0.range(..=ptr).next_back()?;
-        (ptr.0 - start.0 < candidate.size).then_some(*candidate)
+        let (start, (size, candidate)) = self.0.range(..=ptr).next_back()?;
+        (ptr.0 - start.0 < *size).then_some(*candidate)
     }
 }
 
@@ -151,5 +165,21 @@ mod tests {
         assert_eq!(unclaimed.containing(DevicePtr(0x1000_00ff)).map(|c| c.id), Some(AllocationId(1)));
         assert_eq!(unclaimed.containing(DevicePtr(0x1000_0100)), None);
         assert_eq!(unclaimed.containing(DevicePtr(0x0fff_ffff)), None);
+    }
+
+    #[test]
+    fn a_handle_is_found_by_the_addresses_it_is_mapped_at() {
+        let mut unclaimed = Unclaimed::default();
+        let handle = Candidate { create: true, ..candidate(7, 0x4000) };
+        unclaimed.insert(handle);
+        assert_eq!(unclaimed.containing(handle.ptr), None, "a handle is no address");
+        unclaimed.map(DevicePtr(0x9000), 0x2000, handle);
+        unclaimed.map(DevicePtr(0xf000), 0x2000, handle);
+        assert_eq!(unclaimed.containing(DevicePtr(0xafff)), Some(handle));
+        assert_eq!(unclaimed.containing(DevicePtr(0xb000)), None);
+        unclaimed.unmap(DevicePtr(0x9000));
+        assert_eq!(unclaimed.containing(DevicePtr(0xafff)), None);
+        unclaimed.remove(handle.ptr, true);
+        assert!(unclaimed.is_empty());
     }
 }
