@@ -462,6 +462,14 @@ pub fn truth(path: &Path) -> Result<Vec<Value>> {
 }
 
 impl Tracer {
+    /// What `memscope-trace check` found, by subject.
+    pub fn check() -> Result<HashMap<String, String>> {
+        let output = Command::new(tracer_binary()?).args(["check", "--json"]).output()?;
+        let lines: Vec<Value> = serde_json::from_slice(&output.stdout)?;
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        Ok(lines.iter().map(|line| (text(&line["subject"]), text(&line["finding"]))).collect())
+    }
+
     /// What `memscope-trace probes` prints.
     pub fn start_probes(args: &[&str]) -> Result<String> {
         let output = Command::new(tracer_binary()?).arg("probes").args(args).output()?;

@@ -43,6 +43,8 @@ pub enum AttachError {
         "this kernel has neither uprobe_multi nor perf uprobes ({0}): it must be built with CONFIG_UPROBE_EVENTS"
     )]
     NoUprobes(io::Error),
+    #[error("--mechanism: this kernel has no {0}; leave it out to get the best that it has")]
+    NoMechanism(&'static str),
     #[error("the map of targets refuses process {tgid}: {source}")]
     Target { tgid: Tgid, source: aya::maps::MapError },
 }
@@ -203,6 +205,15 @@ impl Attacher {
             Mechanism::PerfSite
         };
         let mechanism = config.mechanism.unwrap_or(best);
+        match mechanism {
+            Mechanism::UprobeMulti if !features.uprobe_multi => {
+                return Err(AttachError::NoMechanism("uprobe_multi"));
+            }
+            Mechanism::PerfCookie if !features.attach_cookie => {
+                return Err(AttachError::NoMechanism("attach cookies"));
+            }
+            _ => {}
+        }
         let pmu = match (mechanism, pmu) {
             (Mechanism::UprobeMulti, pmu) => pmu.ok(),
             (_, Ok(pmu)) => Some(pmu),
