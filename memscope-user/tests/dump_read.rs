@@ -1,11 +1,12 @@
 //! What is read from dumps of all kinds.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use memscope::analysis::{Online, fluctuation::Swing};
 use memscope::dump::read::{NumberedRow, Options, Problems, ReadError, Rows, open};
-use memscope::dump::{Config, Fact, Format, Framework, Place, Row, Writer};
+use memscope::dump::{Config, Fact, Format, Framework, Place, Row, Writer, live_rows, rows_of};
 use memscope::model::*;
 use proptest::prelude::*;
 
@@ -176,6 +177,96 @@ fn a_dump_of_msmemscope_gives_its_own_report() {
         format!("{:.4} {:.4} {}", swing.ratio * 100.0, swing.min_bytes as f64 / 1048576.0, swing.step)
     };
     assert_eq!((shown(gap.most), shown(gap.least)), ("29.1716 7.0015 2".into(), "52.7830 19.0034 6".into()));
+}
+
+/// Live tracing and reading the dump of the same trace must come to the same.
+#[test]
+fn the_ledger_of_a_dump_is_the_one_of_the_trace() {
+    let alloc = |pool, ptr: u64, size: u64, totals: Option<(u64, u64)>| {
+        EventKind::Alloc(Alloc {
+            pool,
+            device: (pool != Pool::Host).then_some(DeviceId(0)),
+            ptr: DevicePtr(ptr),
+            size,
+            totals: totals.map(|(allocated, reserved)| Totals { allocated, reserved }),
+            driver: (pool == Pool::Hal).then_some(DriverAlloc {
+                module: 33,
+                page: PageType::Huge,
+                create: false,
+                api: Some(("aclrtMallocAlign32", size)),
+            }),
+        })
+    };
+    let free = |pool, ptr: u64, size: Option<u64>| {
+        let device = size.map(|_| DeviceId(0));
+        EventKind::Free(Free { pool, device, ptr: DevicePtr(ptr), size, totals: None })
+    };
+    let range = |range| EventKind::RangeBegin { range, text: "step start".into(), domain: Some("d".into()) };
+    let kinds = [
+        EventKind::AclInit,
+        EventKind::DeviceSet { device: DeviceId(0) },
+        free(Pool::Hal, 0x100, None),
+        alloc(Pool::Hal, 0x10000, 20 << 20, None),
+        alloc(Pool::Pta, 0x10000, 512, Some((512, 20 << 20))),
+        EventKind::Op { name: "op".into() },
+        alloc(Pool::PtaWorkspace, 0x5000, 64, Some((64, 64))),
+        alloc(Pool::PtaWorkspace, 0x5000, 128, Some((128, 128))),
+        range(9),
+        EventKind::Launch { name: None, stream: 3 },
+        alloc(Pool::Pta, 0x10200, 1024, Some((1536, 20 << 20))),
+        alloc(Pool::Pta, 0x10200, 2048, Some((2560, 20 << 20))),
+        EventKind::RangeEnd { range: Some(9) },
+        range(12),
+        free(Pool::Pta, 0x10000, Some(512)),
+        EventKind::RangeEnd { range: Some(12) },
+        alloc(Pool::Host, 0x7000, 99, None),
+        free(Pool::Hal, 0x10000, None),
+    ];
+    let mut live = Ledger::default();
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut writer = Writer::create(config(dir.path())).expect("writable");
+    for (time, kind) in kinds.into_iter().enumerate() {
+        let event = Event { time: Nanos(time as u64), tgid: Tgid(7), tid: Tid(8), kind };
+        let change = live.apply(&event);
+        rows_of(&event, &change, &live, |row| writer.write(&row));
+    }
+    let process = live.process(Tgid(7)).expect("it had events");
+    live_rows(process, Nanos(1000)).for_each(|row| writer.write(&row));
+    writer.finish();
+
+    let mut read = Ledger::default();
+    let mut balance: BTreeMap<Option<AllocationId>, i64> = BTreeMap::new();
+    for row in open([dir.path()], Options::default()).expect("a dump") {
+        match &row.row.fact {
+            Fact::Event(EventKind::Alloc(_)) => *balance.entry(row.row.allocation_id).or_default() += 1,
+            Fact::Event(EventKind::Free(_)) | Fact::NeverFreed { .. } => {
+                *balance.entry(row.row.allocation_id).or_default() -= 1;
+            }
+            _ => {}
+        }
+        if let Some(event) = row.row.event() {
+            read.apply(&event);
+        }
+    }
+    let state = |ledger: &Ledger| {
+        let process = ledger.process(Tgid(7)).expect("it had events");
+        let mut blocks: Vec<Block> = process.blocks().cloned().collect();
+        blocks.sort_by_key(|block| block.id);
+        let uses: Vec<_> = Pool::ALL
+            .into_iter()
+            .map(|pool| (pool, process.unknown_frees(pool), process.lost_frees(pool)))
+            .collect();
+        format!(
+            "{blocks:?}\n{uses:?}\n{:?}\n{:?}\n{}",
+            process.devices(),
+            process.steps().list(),
+            process.kernels()
+        )
+    };
+    assert_eq!(state(&read), state(&live));
+    // The block from before attach is the only one without its other half.
+    balance.retain(|_, balance| *balance != 0);
+    assert_eq!(balance, BTreeMap::from([(None, -1)]));
 }
 
 #[test]

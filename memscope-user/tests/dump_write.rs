@@ -369,6 +369,15 @@ fn rows_say_what_the_ledger_knows() {
     let free = |ptr| {
         EventKind::Free(Free { pool: Pool::Hal, device: None, ptr: DevicePtr(ptr), size: None, totals: None })
     };
+    let access = |ptr| {
+        EventKind::Access(Access {
+            pool: None,
+            ptr: DevicePtr(ptr),
+            size: 8,
+            kind: AccessKind::Write,
+            op: Some("op".into()),
+        })
+    };
     let mut ledger = Ledger::default();
     let mut rows = Vec::new();
     for event in [
@@ -380,6 +389,8 @@ fn rows_say_what_the_ledger_knows() {
         event(6, free(0x9000)),
         event(7, alloc(Pool::PtaWorkspace, None, 0x5000, 64)),
         event(8, alloc(Pool::PtaWorkspace, None, 0x5000, 64)),
+        event(8, access(0x5000)),
+        event(8, access(0x5001)),
         event(9, alloc(Pool::Hal, Some(2), 0x6000, 1)),
         event(10, EventKind::DeviceReset { device: DeviceId(2) }),
         event(11, EventKind::Exit),
@@ -405,8 +416,12 @@ fn rows_say_what_the_ledger_knows() {
             "0 MSTX Mark 2 1 N/A ",
             "5 FREE HAL 6 N/A 9000 {addr:0x0000000000009000,size:0}",
             "6 MALLOC PTA_WORKSPACE 7 1 5000 {allocation_id:3,addr:0x0000000000005000,size:64,owner:PTA_WORKSPACE}",
-            "10 FREE PTA_WORKSPACE 11 1 5000 {allocation_id:3,addr:0x0000000000005000,size:64,shadow:true}",
-            "11 SYSTEM EXIT 11 N/A N/A ",
+            "7 FREE PTA_WORKSPACE 8 1 5000 {allocation_id:3,addr:0x0000000000005000,size:64,shadow:true}",
+            "8 MALLOC PTA_WORKSPACE 8 1 5000 {allocation_id:3,addr:0x0000000000005000,size:64,owner:PTA_WORKSPACE}",
+            "9 ACCESS WRITE 8 1 5000 {allocation_id:3,addr:0x0000000000005000,size:8,type:PTA_WORKSPACE}",
+            "10 ACCESS WRITE 8 1 5001 {addr:0x0000000000005001,size:8}",
+            "14 FREE PTA_WORKSPACE 11 1 5000 {allocation_id:3,addr:0x0000000000005000,size:64,shadow:true}",
+            "15 SYSTEM EXIT 11 N/A N/A ",
         ]
     );
     assert_eq!(
@@ -417,10 +432,10 @@ fn rows_say_what_the_ledger_knows() {
             "3 MALLOC HAL 4 2 1000 {allocation_id:2,addr:0x0000000000001000,size:1024,owner:CANN@UNKNOWN}",
             "4 FREE HAL 5 2 1000 {allocation_id:2,addr:0x0000000000001000,size:1024}",
             "5 FREE HAL 6 N/A 9000 {addr:0x0000000000009000,size:0}",
-            "7 MALLOC HAL 9 2 6000 {allocation_id:4,addr:0x0000000000006000,size:1,owner:CANN@UNKNOWN}",
-            "8 FREE HAL 10 2 6000 {allocation_id:4,addr:0x0000000000006000,size:1,shadow:true}",
-            "9 SYSTEM DEVICE_RESET 10 2 N/A ",
-            "11 SYSTEM EXIT 11 N/A N/A ",
+            "11 MALLOC HAL 9 2 6000 {allocation_id:4,addr:0x0000000000006000,size:1,owner:CANN@UNKNOWN}",
+            "12 FREE HAL 10 2 6000 {allocation_id:4,addr:0x0000000000006000,size:1,shadow:true}",
+            "13 SYSTEM DEVICE_RESET 10 2 N/A ",
+            "15 SYSTEM EXIT 11 N/A N/A ",
         ]
     );
 }

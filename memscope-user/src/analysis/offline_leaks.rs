@@ -11,7 +11,7 @@ use rustc_hash::FxHashMap;
 use serde::Serialize;
 
 use crate::dump::read::NumberedRow;
-use crate::dump::{Fact, Place};
+use crate::dump::{Fact, Place, Row};
 use crate::model::{DeviceId, DevicePtr, EventKind, Name, Nanos, Pool, Tgid, Tid};
 
 #[derive(Debug, Clone)]
@@ -175,25 +175,29 @@ impl OfflineLeaks {
                     watch.by_process.entry(key).or_default().push(block());
                 }
             }
-            Fact::Event(EventKind::Free(free)) => {
-                let key = (free.pool, free.ptr);
-                let off = |blocks: &mut Blocks| drop(blocks.remove(&key));
-                match row.place() {
-                    Some(place) => {
-                        if let Some(watch) = places.get_mut(&place) {
-                            watch.take_off(marks, off);
-                        }
-                    }
-                    // A driver free that does not say where: addresses are unique in a process.
-                    None => places.values_mut().for_each(|watch| watch.take_off(marks, off)),
-                }
-            }
+            Fact::Event(EventKind::Free(free)) => self.free(row, (free.pool, free.ptr)),
+            // Before the trace ends, for what was given back without a free of its own.
+            Fact::NeverFreed { pool, ptr } => self.free(row, (*pool, *ptr)),
             Fact::Event(EventKind::DeviceReset { device }) => {
                 if let Some(watch) = places.get_mut(&Place::Npu(*device)) {
                     watch.take_off(marks, Blocks::clear);
                 }
             }
             _ => {}
+        }
+    }
+
+    fn free(&mut self, row: &Row, key: (Pool, DevicePtr)) {
+        let Some(Process { marks, places, .. }) = self.processes.get_mut(&row.tgid) else { return };
+        let off = |blocks: &mut Blocks| drop(blocks.remove(&key));
+        match row.place() {
+            Some(place) => {
+                if let Some(watch) = places.get_mut(&place) {
+                    watch.take_off(marks, off);
+                }
+            }
+            // A driver free that does not say where: addresses are unique in a process.
+            None => places.values_mut().for_each(|watch| watch.take_off(marks, off)),
         }
     }
 

@@ -145,8 +145,14 @@ pub(super) fn records<'a>(row: &'a Row, mut put: impl FnMut(Record<'a>)) {
                 .named(Label::Mark(text.into()))
                 .with(range.map(|range| ("range", Value::Number(range)))));
         }
-        // Each row carries its device already.
-        Fact::Event(EventKind::DeviceSet { .. } | EventKind::Map { .. } | EventKind::Unmap { .. }) => {}
+        // Each row carries its device already; steps can be inferred again.
+        Fact::Event(
+            EventKind::DeviceSet { .. }
+            | EventKind::Map { .. }
+            | EventKind::Unmap { .. }
+            | EventKind::StepInferred(_)
+            | EventKind::StepsRetracted,
+        ) => {}
         Fact::Event(EventKind::DeviceReset { .. }) => put(new("SYSTEM", "DEVICE_RESET")),
         Fact::Event(EventKind::AclInit) => put(new("SYSTEM", "ACL_INIT")),
         Fact::Event(EventKind::AclFinalize) => put(new("SYSTEM", "ACL_FINI")),

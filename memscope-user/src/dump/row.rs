@@ -177,7 +177,7 @@ pub fn rows_of(event: &Event, change: &Change, ledger: &Ledger, mut put: impl Fn
         Change::Reset { blocks, .. } | Change::Ended { blocks, .. } => {
             blocks.iter().for_each(|block| put(never_freed(block, event.tgid, event.tid, event.time)));
         }
-        Change::Nothing | Change::Step { .. } | Change::Finalized => {
+        Change::Nothing | Change::Step { .. } | Change::StepsRetracted | Change::Finalized => {
             row.device = process.and_then(|process| match event.kind {
                 EventKind::AclInit | EventKind::AclFinalize => None,
                 _ => process.current_device(event.tid),
