@@ -693,12 +693,7 @@ fn any_fact() -> impl Strategy<Value = Fact> {
         (any_pool(), device.clone(), ptr.clone(), any::<u64>(), any_totals(), any_driver()).prop_map(
             |(pool, device, ptr, size, totals, driver)| {
                 let host = pool == Pool::Host;
-                let driver = driver.filter(|_| host || pool == Pool::Hal).map(|driver| DriverAlloc {
-                    // Dumps do not tell these of host memory.
-                    page: if host { PageType::Normal } else { driver.page },
-                    create: driver.create && !host,
-                    ..driver
-                });
+                let driver = driver.filter(|_| host || pool == Pool::Hal);
                 let device = device.filter(|_| !host);
                 Fact::Event(EventKind::Alloc(Alloc { pool, device, ptr, size, totals, driver }))
             }

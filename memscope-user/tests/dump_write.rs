@@ -335,7 +335,7 @@ fn every_process_has_a_directory_and_every_device_a_file() {
         lines(&reports[1].path)[1..],
         [
             "0,SYSTEM,ACL_INIT,N/A,1,77,78,N/A,N/A,,,",
-            r#"3,MALLOC,HOST_PINNED,N/A,4,77,78,cpu,0x00007f0000000000,"{addr:0x00007f0000000000,size:4096,pinned:true,owner:CANN@APP,api:aclrtMallocAlign32,api_size:4064}",,"#,
+            r#"3,MALLOC,HOST_PINNED,N/A,4,77,78,cpu,0x00007f0000000000,"{addr:0x00007f0000000000,size:4096,pinned:true,owner:CANN@APP,page_type:huge,alloc_type:alloc,api:aclrtMallocAlign32,api_size:4064}",,"#,
             r#"4,FREE,HAL,N/A,6,77,78,N/A,0x0000000000009100,"{addr:0x0000000000009100,size:0}",,"#,
         ]
     );

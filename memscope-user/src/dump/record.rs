@@ -69,11 +69,9 @@ pub(super) fn records<'a>(row: &'a Row, mut put: impl FnMut(Record<'a>)) {
             record.attrs.extend(totals(alloc.pool, alloc.totals));
             record.attrs.extend(owner(row, alloc).map(|owner| ("owner", Value::Owner(owner))));
             if let Some(driver) = &alloc.driver {
-                if alloc.pool == Pool::Hal {
-                    record.attrs.push(("page_type", Value::Word(page_type(driver.page))));
-                    let how = if driver.create { "create" } else { "alloc" };
-                    record.attrs.push(("alloc_type", Value::Word(how)));
-                }
+                record.attrs.push(("page_type", Value::Word(page_type(driver.page))));
+                let how = if driver.create { "create" } else { "alloc" };
+                record.attrs.push(("alloc_type", Value::Word(how)));
                 record.attrs.extend(api(driver.api));
             }
             put(record);

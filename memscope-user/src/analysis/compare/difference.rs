@@ -254,7 +254,7 @@ impl Profiler {
             Change::Step { .. } => {
                 (0..self.live.len() as u32).for_each(|memory| self.note_peak(row.tgid, memory));
             }
-            Change::Nothing | Change::UnknownFree { .. } | Change::Failed { .. } | Change::Finalized => {}
+            _ => {}
         }
     }
 
