@@ -424,13 +424,29 @@ impl Session<'_> {
         }
     }
 
-    fn try_attach(&mut self, tgid: Tgid) {
+    /// Attaches what the dynamic linker has announced. A child of the command runs on meanwhile.
+    fn attach_mapped(&mut self, tgid: Tgid, since: u64) {
+        let attached = self.try_attach(tgid);
+        let fresh = attached.sites.iter().any(|site| self.attacher.sites()[*site].probe.class == Class::Memory);
+        let child = self.root.is_some_and(|root| root != tgid);
+        if fresh && child {
+            let late = Duration::from_nanos(clock(libc::CLOCK_MONOTONIC).saturating_sub(since));
+            self.note(format!(
+                "process {tgid} is a child: what it did in the first {} ms after it had loaded its Ascend libraries is \
+                 not traced",
+                late.as_millis() + 1
+            ));
+        }
+    }
+
+    fn try_attach(&mut self, tgid: Tgid) -> Attached {
         match self.attach(tgid) {
-            Ok(_) => {}
+            Ok(attached) => return attached,
             // It is ending: its pidfd will say so.
             Err(TraceError::Attach(AttachError::Process(ProcessError::NoSuchProcess(_)))) => {}
             Err(e) => self.note(format!("libraries that {tgid} has loaded are not traced: {e}")),
         }
+        Attached::default()
     }
 
     fn note(&mut self, line: String) {
@@ -442,7 +458,7 @@ impl Session<'_> {
 
     /// Decodes what is in the ring buffer, at most `most` records; whether it was emptied.
     fn drain(&mut self, records: &mut RingBuf<MapData>, most: usize) -> bool {
-        let mut mapped: Vec<Tgid> = Vec::new();
+        let mut mapped: Vec<(Tgid, u64)> = Vec::new();
         let mut emptied = false;
         let mut events = Vec::new();
         for _ in 0..most {
@@ -457,22 +473,22 @@ impl Session<'_> {
             }
             match notice {
                 None => {}
-                Some(Notice::Mapped(tgid)) if mapped.contains(&tgid) => {}
-                Some(Notice::Mapped(tgid)) => mapped.push(tgid),
+                Some(Notice::Mapped(tgid, _)) if mapped.iter().any(|(known, _)| *known == tgid) => {}
+                Some(Notice::Mapped(tgid, since)) => mapped.push((tgid, since)),
                 Some(Notice::Exec(tgid)) => {
                     if let Some(target) = self.targets.get_mut(&tgid) {
                         target.process.refresh();
                         target.torch_npu = None;
                         self.attacher.forget_libraries(tgid);
-                        mapped.push(tgid);
+                        mapped.push((tgid, clock(libc::CLOCK_MONOTONIC)));
                     }
                 }
                 Some(Notice::Distrust { site, why }) => self.distrust(site, why),
             }
         }
-        for tgid in mapped {
+        for (tgid, since) in mapped {
             if self.targets.contains_key(&tgid) {
-                self.try_attach(tgid);
+                self.attach_mapped(tgid, since);
             } else {
                 self.meet(tgid);
             }

@@ -29,8 +29,8 @@ const MOST: usize = 1 << 16;
 /// What a record was, besides events.
 #[derive(Debug, PartialEq)]
 pub enum Notice {
-    /// The process has new libraries.
-    Mapped(Tgid),
+    /// The process has new libraries, since this time (CLOCK_MONOTONIC, ns).
+    Mapped(Tgid, u64),
     /// The process runs another program now.
     Exec(Tgid),
     /// The site's records make no sense: it must not be believed any more.
@@ -185,7 +185,7 @@ impl Decoder {
             }
             kind::MAPPED => {
                 self.received += 1;
-                return Some(Notice::Mapped(tgid));
+                return Some(Notice::Mapped(tgid, header.time_ns));
             }
             _ => {}
         }
