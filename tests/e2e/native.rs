@@ -51,13 +51,19 @@ fn events(lines: &[Value], event: &str) -> Vec<Block> {
         .iter()
         .filter(|line| line["event"] == event)
         .map(|line| Block {
-            // The workload counts steps from 0.
-            step: line["step"].as_u64().map_or(0, |step| step + 1),
+            step: line["step"].as_u64().unwrap_or(0),
             ptr: line["ptr"].as_u64().unwrap_or(0),
             size: padded(line["size"].as_u64().unwrap_or(0)),
         })
         .collect();
     blocks.sort();
+    blocks
+}
+
+/// Leaks that can be judged: the first step warms up, and no later step says what becomes of the last one's.
+fn judged(lines: &[Value], steps: u64) -> Vec<Block> {
+    let mut blocks = events(lines, "leak");
+    blocks.retain(|block| block.step > 1 && block.step < steps);
     blocks
 }
 
@@ -84,12 +90,10 @@ fn leaks_are_exactly_the_truth(ground: Ground, extra: &[&str]) -> Result<()> {
     for (block, leak) in report.blocks(device, "leaks").into_iter().zip(sorted(device, "leaks")) {
         if leak["pattern"] == "once" { once.push(block) } else { recurring.push(block) }
     }
-    // No later step can judge what the last one allocated.
-    let (last, earlier): (Vec<_>, Vec<_>) =
-        events(&lines, "leak").into_iter().partition(|block| block.step == 13);
-    assert_eq!(recurring, earlier);
+    assert_eq!(recurring, judged(&lines, 13));
     let not_judged = report.blocks(device, "not_judged");
-    assert!(last.iter().all(|block| not_judged.contains(block)), "{not_judged:?}");
+    let mut last = events(&lines, "leak").into_iter().filter(|block| block.step == 13).peekable();
+    assert!(last.peek().is_some() && last.all(|block| not_judged.contains(&block)), "{not_judged:?}");
     assert_eq!(once, events(&lines, "state"));
     let late = report.blocks(device, "late");
     assert!(late.iter().all(|block| block.size == padded(2 << 20)) && late.len() >= 8, "{late:?}");
@@ -174,13 +178,17 @@ fn losses_are_counted_to_the_last_record() -> Result<()> {
     }
     let dir = tempfile::tempdir()?;
     let log = dir.path().join("calls.jsonl");
-    let mut command = V9.command(&["--wait-stdin", "threads", "4", "5000"]);
+    let mut command = V9.command(&["--wait-stdin", "threads", "4", "1000"]);
     command.env("SIM_CANN_TRACE", &log);
     let mut target = Target::start(command)?;
     target.wait_for("ready", |line| line.contains("ready"))?;
     let pid = target.pid();
     let tracer = Tracer::start(&["-p", &pid.to_string(), "--ring-size", "64K", "--no-dump"])?.attached()?;
+    // A tracer that gets no time for a while overflows its ring for certain.
+    tracer.signal(libc::SIGSTOP);
     target.tell("go")?;
+    thread::sleep(Duration::from_millis(500));
+    tracer.signal(libc::SIGCONT);
     target.finish()?;
     let report = tracer.finish()?.report()?;
 
@@ -194,7 +202,7 @@ fn losses_are_counted_to_the_last_record() -> Result<()> {
         assert_eq!(report.site(site).0, called, "hits of {site}");
         wanted += called;
     }
-    assert!(wanted > 80_000, "{calls:?}");
+    assert!(wanted > 16_000, "{calls:?}");
     let hits: u64 =
         report.0["sites"].as_array().into_iter().flatten().filter_map(|s| s["hits"].as_u64()).sum();
     assert_eq!(report.received() + report.lost(), hits);
@@ -254,8 +262,7 @@ fn two_processes_on_two_devices_are_told_apart_host_wide() -> Result<()> {
     let report = tracer.stop()?.report()?;
     for (pid, device, file) in [(pids[0], 0, first_truth), (pids[1], 1, second_truth)] {
         let device = report.device(pid, device)?;
-        let mut wanted = events(&truth(&file)?, "leak");
-        wanted.retain(|block| block.step < 8);
+        let wanted = judged(&truth(&file)?, 8);
         let found: Vec<Block> = report
             .blocks(device, "leaks")
             .into_iter()
@@ -294,9 +301,7 @@ fn processes_that_come_later_are_found_host_wide() -> Result<()> {
     let device = report.device(pid, 0)?;
     let mut found = report.blocks(device, "leaks");
     found.retain(|block| block.size != padded(8 << 20));
-    let mut wanted = events(&truth(&file)?, "leak");
-    wanted.retain(|block| block.step < 8);
-    assert_eq!(found, wanted);
+    assert_eq!(found, judged(&truth(&file)?, 8));
     assert!(report.site("aclInit").0 >= 1, "its first call was seen");
     Ok(())
 }
@@ -502,7 +507,7 @@ fn a_command_is_traced_from_its_first_instruction_and_its_exit_code_passed_on() 
     let traced = Tracer::start(&["--", "sh", "-c", "exit 7"])?.finish()?;
     assert_eq!(traced.status.code(), Some(7));
     // A shell between: children are followed.
-    let line = format!("{workload} leak --steps 6 --marks; exit 3");
+    let line = format!("{workload} leak --steps 6 --marks --step-ms 300; exit 3");
     let traced = Tracer::start(&["--", "sh", "-c", &line])?.finish()?;
     assert_eq!(traced.status.code(), Some(3));
     let report = traced.report()?;
@@ -635,8 +640,7 @@ fn a_full_disk_ends_the_dump_and_not_the_trace() -> Result<()> {
     assert!(report.0["dump"]["reason"].as_str().is_some_and(|why| why.contains("No space left")));
     let device = report.device(pid, 0)?;
     let recurring = sorted(device, "leaks").into_iter().filter(|b| b["pattern"] == "recurring").count();
-    let wanted = events(&truth(&file)?, "leak").into_iter().filter(|block| block.step < 300).count();
-    assert_eq!(recurring, wanted, "the report is complete all the same");
+    assert_eq!(recurring, judged(&truth(&file)?, 300).len(), "the report is complete all the same");
     Ok(())
 }
 

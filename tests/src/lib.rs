@@ -314,10 +314,14 @@ impl Tracer {
         self.dir.path()
     }
 
+    pub fn signal(&self, signal: i32) {
+        // SAFETY: kill takes two integers; the child is ours and not yet waited for.
+        unsafe { libc::kill(self.child.id() as i32, signal) };
+    }
+
     /// Ends it as Ctrl-C does.
     pub fn stop(self) -> Result<Traced> {
-        // SAFETY: kill takes two integers; the child is ours and not yet waited for.
-        unsafe { libc::kill(self.child.id() as i32, libc::SIGINT) };
+        self.signal(libc::SIGINT);
         self.finish()
     }
 
