@@ -8,6 +8,7 @@ mod ebpf;
 mod setup;
 mod sim;
 mod test;
+mod vm;
 
 use clap::Parser;
 
@@ -26,6 +27,8 @@ enum Task {
     Demo(demo::Args),
     /// Everything that must hold: formatting, lints, unit and end-to-end tests
     Test(test::Args),
+    /// Boot old and new kernels in QEMU and run the end-to-end tests of the native workload in each
+    Vm(vm::Args),
     /// Measure what tracing costs
     Bench(bench::Args),
 }
@@ -41,6 +44,7 @@ fn main() -> anyhow::Result<()> {
         Task::Bed(args) => bed::run(&args),
         Task::Demo(args) => demo::demo(&args),
         Task::Test(args) => test::test(&args),
+        Task::Vm(args) => vm::run(&args),
         Task::Bench(args) => bench::bench(&args),
     }
 }

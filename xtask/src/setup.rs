@@ -13,6 +13,7 @@ const DEBIAN_CORE: &str = "/usr/lib/rustlib/bpfel-unknown-none/lib";
 /// The version that links the bitcode of the compilers used here.
 const BPF_LINKER: &str = "0.13.0";
 const LLVM: &str = "llvm-22";
+const LINKER_NEEDS: &str = "LLVM for bpf-linker";
 
 /// How the bpf target can be compiled for on this machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,11 +25,11 @@ pub enum EbpfCompiler {
 }
 
 /// Something that has to be there.
-struct Need {
-    what: &'static str,
+pub struct Need {
+    pub what: &'static str,
     /// Debian packages that bring it.
-    packages: &'static [&'static str],
-    there: bool,
+    pub packages: &'static [&'static str],
+    pub there: bool,
 }
 
 pub fn ebpf_compiler() -> Option<EbpfCompiler> {
@@ -54,7 +55,7 @@ fn needs() -> Vec<Need> {
             there: ebpf_compiler().is_some(),
         },
         Need {
-            what: "LLVM for bpf-linker",
+            what: LINKER_NEEDS,
             packages: &["llvm-22-dev", "libpolly-22-dev", "zlib1g-dev", "libzstd-dev", "libxml2-dev", "g++"],
             there: on_path("bpf-linker"),
         },
@@ -63,38 +64,46 @@ fn needs() -> Vec<Need> {
 
 /// Installs what is missing, or says how.
 pub fn ensure() -> anyhow::Result<()> {
-    let packages: Vec<_> = needs().into_iter().filter(|need| !need.there).collect();
-    let linker_missing = !on_path("bpf-linker");
-    if packages.is_empty() && !linker_missing {
+    install(&needs())?;
+    if on_path("bpf-linker") {
         return Ok(());
     }
-    let names: Vec<_> = packages.iter().flat_map(|need| need.packages.iter().copied()).collect();
+    run(cargo()
+        .env("LLVM_PREFIX", format!("/usr/lib/{LLVM}"))
+        .args(["install", "--quiet", "bpf-linker", "--version", BPF_LINKER])
+        .args(["--no-default-features", "--features", LLVM]))
+}
+
+/// Installs the packages of what is missing, or says how.
+pub fn install(needs: &[Need]) -> anyhow::Result<()> {
+    let missing: Vec<_> = needs.iter().filter(|need| !need.there).collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let packages: Vec<_> = missing.iter().flat_map(|need| need.packages.iter().copied()).collect();
     let root = output("id", &["-u"]).is_some_and(|id| id.trim() == "0");
     if !(root && on_path("apt-get")) {
-        let missing: Vec<_> = packages.iter().map(|need| need.what).collect();
-        bail!(
-            "missing: {}. As root on Debian 12 or Ubuntu `cargo xtask setup` installs it; by hand:\n\
-             \x20 sudo apt-get install {}\n\
-             \x20 LLVM_PREFIX=/usr/lib/{LLVM} cargo install bpf-linker --version {BPF_LINKER} --no-default-features --features {LLVM}\n\
-             or, with rustup, for the bpf target:\n\
-             \x20 rustup toolchain install nightly --component rust-src && cargo install bpf-linker",
-            missing.join(", "),
-            names.join(" "),
+        let whats: Vec<_> = missing.iter().map(|need| need.what).collect();
+        let mut advice = format!(
+            "missing: {}. As root on Debian 12 or Ubuntu it is installed when needed; by hand:\n\
+             \x20 sudo apt-get install {}",
+            whats.join(", "),
+            packages.join(" "),
         );
+        if missing.iter().any(|need| need.what == LINKER_NEEDS) {
+            advice += &format!(
+                "\n\x20 LLVM_PREFIX=/usr/lib/{LLVM} cargo install bpf-linker --version {BPF_LINKER} \
+                 --no-default-features --features {LLVM}\n\
+                 or, with rustup, for the bpf target:\n\
+                 \x20 rustup toolchain install nightly --component rust-src && cargo install bpf-linker"
+            );
+        }
+        bail!(advice);
     }
-    if !names.is_empty() {
-        // Lists may be old or absent on a fresh machine.
-        run(Command::new("apt-get").args(["update", "-qq"]))?;
-        run(Command::new("apt-get")
-            .env("DEBIAN_FRONTEND", "noninteractive")
-            .args(["install", "-y", "-qq", "--no-install-recommends"])
-            .args(&names))?;
-    }
-    if linker_missing {
-        run(cargo()
-            .env("LLVM_PREFIX", format!("/usr/lib/{LLVM}"))
-            .args(["install", "--quiet", "bpf-linker", "--version", BPF_LINKER])
-            .args(["--no-default-features", "--features", LLVM]))?;
-    }
-    Ok(())
+    // Lists may be old or absent on a fresh machine.
+    run(Command::new("apt-get").args(["update", "-qq"]))?;
+    run(Command::new("apt-get")
+        .env("DEBIAN_FRONTEND", "noninteractive")
+        .args(["install", "-y", "-qq", "--no-install-recommends"])
+        .args(&packages))
 }

@@ -107,7 +107,7 @@ impl Error {
 }
 
 /// The native workload and the libraries it runs on.
-#[derive(Debug, serde::Serialize)]
+#[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub struct Sim {
     /// Holds the libraries.
     pub lib64: PathBuf,

@@ -5,7 +5,7 @@ use std::process::Command;
 use crate::{
     bed,
     command::{cargo, run},
-    ebpf, setup, sim,
+    ebpf, setup, sim, vm,
 };
 
 #[derive(Debug, clap::Args)]
@@ -16,6 +16,9 @@ pub struct Args {
     /// Without the real wheels: the native workload only
     #[arg(long)]
     no_wheels: bool,
+    /// Without the oldest and the newest kernel in QEMU: this kernel only
+    #[arg(long)]
+    no_kernels: bool,
     /// Run only tests whose name contains this
     filter: Option<String>,
 }
@@ -50,7 +53,15 @@ pub fn test(args: &Args) -> anyhow::Result<()> {
     }
     run(&mut tests(args, &["--workspace", "--exclude", "memscope-e2e"]))?;
     let mut end_to_end = tests(args, &["--package", "memscope-e2e"]);
-    run(end_to_end.env("MEMSCOPE_REQUIRE", grounds.join(",")))
+    run(end_to_end.env("MEMSCOPE_REQUIRE", grounds.join(",")))?;
+    if args.no_kernels || args.filter.is_some() {
+        return Ok(());
+    }
+    match vm::run(&vm::Args::oldest_and_newest()) {
+        Err(e) if e.is::<vm::NoArchive>() => eprintln!("tests on other kernels are left out: {e}"),
+        outcome => outcome?,
+    }
+    Ok(())
 }
 
 fn tests(args: &Args, which: &[&str]) -> Command {

@@ -1,0 +1,163 @@
+//! `cargo xtask vm`: the end-to-end tests of the native workload on stock Debian kernels, in QEMU.
+//!
+//! A guest has the files that the tests need at the paths where the tests look for them on the host, so the test
+//! program runs there as it does here.
+
+mod guest;
+mod machine;
+mod packages;
+mod support;
+
+use std::fs;
+
+use anyhow::{Context, bail};
+
+pub use packages::NoArchive;
+
+use crate::{command::root, ebpf, setup, sim};
+
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Kernels to boot: VERSION or VERSION-MACHINE, like 5.10 or 6.12-arm64 [default: all]
+    #[arg(value_name = "KERNEL", value_parser = Choice::parse)]
+    kernels: Vec<Choice>,
+    /// Run only tests whose name contains this
+    #[arg(long)]
+    filter: Option<String>,
+    /// A shell in the guest instead of the tests
+    #[arg(long, conflicts_with = "filter")]
+    shell: bool,
+}
+
+/// A machine, by Debian's name of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Arch {
+    Amd64,
+    Arm64,
+}
+
+impl Arch {
+    const ALL: [Self; 2] = [Self::Amd64, Self::Arm64];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Amd64 => "amd64",
+            Self::Arm64 => "arm64",
+        }
+    }
+
+    pub fn triple(self) -> &'static str {
+        match self {
+            Self::Amd64 => "x86_64-unknown-linux-gnu",
+            Self::Arm64 => "aarch64-unknown-linux-gnu",
+        }
+    }
+
+    /// What names of GNU tools for this machine begin with.
+    pub fn tools(self) -> &'static str {
+        match self {
+            Self::Amd64 => "x86_64-linux-gnu",
+            Self::Arm64 => "aarch64-linux-gnu",
+        }
+    }
+
+    pub fn is_host(self) -> bool {
+        self.triple().starts_with(std::env::consts::ARCH)
+    }
+}
+
+/// A kernel to test on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Kernel {
+    version: &'static str,
+    /// The Debian release that has it.
+    suite: &'static str,
+    arch: Arch,
+}
+
+/// Kernel versions by the Debian release that has them.
+const RELEASES: [(&str, &str); 3] = [("5.10", "bullseye"), ("6.1", "bookworm"), ("6.12", "trixie")];
+
+impl Kernel {
+    fn all() -> impl Iterator<Item = Self> {
+        let of = |arch| RELEASES.map(move |(version, suite)| Self { version, suite, arch });
+        Arch::ALL.into_iter().flat_map(of)
+    }
+
+    pub fn name(self) -> String {
+        format!("{}-{}", self.version, self.arch.name())
+    }
+}
+
+/// Kernels as the command line names them.
+#[derive(Debug, Clone)]
+pub struct Choice(Vec<Kernel>);
+
+impl Choice {
+    fn parse(word: &str) -> Result<Self, String> {
+        let chosen: Vec<_> = Kernel::all().filter(|k| k.version == word || k.name() == word).collect();
+        if chosen.is_empty() {
+            let names: Vec<_> = Kernel::all().map(Kernel::name).collect();
+            return Err(format!("no such kernel; there are {}", names.join(", ")));
+        }
+        Ok(Self(chosen))
+    }
+}
+
+impl Args {
+    /// Those that differ most in what they can do, on both machines.
+    pub fn oldest_and_newest() -> Self {
+        let [(oldest, _), .., (newest, _)] = RELEASES;
+        let kernels = Kernel::all().filter(|k| k.version == oldest || k.version == newest).collect();
+        Self { kernels: vec![Choice(kernels)], filter: None, shell: false }
+    }
+}
+
+pub fn run(args: &Args) -> anyhow::Result<()> {
+    let asked = |kernel: &Kernel| args.kernels.iter().any(|choice| choice.0.contains(kernel));
+    let kernels: Vec<_> = Kernel::all().filter(|k| args.kernels.is_empty() || asked(k)).collect();
+    let every = kernels.len() == Kernel::all().count();
+    let tests = match (&args.filter, args.shell) {
+        (_, true) => guest::Tests::Shell,
+        (Some(filter), _) => guest::Tests::Matching(filter.clone()),
+        _ => guest::Tests::All,
+    };
+    let reports = boot_all(&kernels, &tests)?;
+    if tests == guest::Tests::Shell {
+        return Ok(());
+    }
+    let failed: Vec<_> = reports.iter().filter(|report| !report.passed()).collect();
+    if !failed.is_empty() {
+        let told: Vec<_> = failed.iter().map(|report| report.complaint()).collect();
+        bail!("{} of {} kernels failed\n{}", failed.len(), reports.len(), told.join("\n"));
+    }
+    if tests == guest::Tests::All && every {
+        let file = root().join("docs/support.md");
+        fs::write(&file, support::document(&reports)).with_context(|| file.display().to_string())?;
+        eprintln!("written: {}", file.display());
+    }
+    Ok(())
+}
+
+fn boot_all(kernels: &[Kernel], tests: &guest::Tests) -> anyhow::Result<Vec<machine::Report>> {
+    setup::ensure()?;
+    setup::install(&machine::needs(kernels))?;
+    ebpf::build()?;
+    let mut packages = packages::Packages::default();
+    let mut reports = Vec::new();
+    for arch in Arch::ALL {
+        let of_arch: Vec<_> = kernels.iter().copied().filter(|kernel| kernel.arch == arch).collect();
+        if of_arch.is_empty() {
+            continue;
+        }
+        let system = guest::build(arch, &mut packages)?;
+        for kernel in of_arch {
+            let image = packages.kernel(kernel)?;
+            reports.push(machine::boot(kernel, &image, &system, tests)?);
+        }
+    }
+    Ok(reports)
+}
+
+/// The layouts of CANN that the tests want.
+const LAYOUTS: [sim::Layout; 2] = [sim::Layout::V8, sim::Layout::V9];

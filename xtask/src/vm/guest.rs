@@ -1,0 +1,188 @@
+//! What a guest boots: an initramfs with the tracer, the tests and what they need, all of it in memory.
+
+use std::{
+    env, fs,
+    os::unix::fs::{PermissionsExt, symlink},
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context, bail};
+use serde::Deserialize;
+
+use super::{
+    Arch, LAYOUTS,
+    packages::{Packages, dir},
+};
+use crate::{
+    command::{cargo, output, root, run},
+    sim,
+};
+
+/// What a guest is to do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Tests {
+    All,
+    Matching(String),
+    Shell,
+}
+
+const INIT: &str = include_str!("init.sh");
+
+/// Builds everything for a machine and packs it; the file that the kernel unpacks.
+pub fn build(arch: Arch, packages: &mut Packages) -> anyhow::Result<PathBuf> {
+    let compiler = Compiler::find(arch, packages)?;
+    let tracer = compiler.build(&["build", "--package", "memscope-user", "--bin", "memscope-trace"])?;
+    let tests = compiler.build(&["test", "--no-run", "--package", "memscope-e2e", "--test", "native"])?;
+
+    fs::create_dir_all(dir())?;
+    let tree = Tree { arch, dir: tempfile::tempdir_in(dir())? };
+    for folder in ["bin", "lib", "proc", "sys", "dev", "tmp", "etc", "memscope/deps"] {
+        fs::create_dir_all(tree.path(folder))?;
+    }
+    symlink("lib", tree.path("lib64"))?;
+    fs::copy(packages.busybox(arch)?, tree.path("bin/busybox"))?;
+    fs::write(tree.path("init"), INIT)?;
+    fs::set_permissions(tree.path("init"), fs::Permissions::from_mode(0o755))?;
+    let loader = match arch {
+        Arch::Amd64 => "ld-linux-x86-64.so.2",
+        Arch::Arm64 => "ld-linux-aarch64.so.1",
+    };
+    for library in [loader, "libc.so.6", "libm.so.6", "libgcc_s.so.1"] {
+        fs::copy(c_library(arch, library)?, tree.path("lib").join(library))?;
+    }
+    tree.strip(&tracer, Path::new("memscope/memscope-trace"))?;
+    tree.strip(&tests, Path::new("memscope/deps/native"))?;
+    for layout in LAYOUTS {
+        let built = compiler.sim(layout)?;
+        // Where the tests look for it, by the path that was compiled into them.
+        let place = root().join("target/sim").join(layout.name());
+        tree.strip(&built.workload, &place.join("native-workload"))?;
+        for entry in fs::read_dir(&built.lib64)? {
+            let file = entry?.path();
+            if file.extension().is_some_and(|extension| extension == "so") {
+                tree.strip(&file, &place.join("lib64").join(file.file_name().unwrap_or_default()))?;
+            }
+        }
+    }
+    tree.pack()
+}
+
+/// The root of a guest while it is put together.
+struct Tree {
+    arch: Arch,
+    dir: tempfile::TempDir,
+}
+
+impl Tree {
+    fn path(&self, inside: impl AsRef<Path>) -> PathBuf {
+        let inside = inside.as_ref();
+        self.dir.path().join(inside.strip_prefix("/").unwrap_or(inside))
+    }
+
+    /// Copies a program without its debug information, which is most of it.
+    fn strip(&self, from: &Path, to: &Path) -> anyhow::Result<()> {
+        let to = self.path(to);
+        if let Some(parent) = to.parent() {
+            fs::create_dir_all(parent)?;
+        }
+        let strip = format!("{}-strip", self.arch.tools());
+        let status = Command::new(&strip).arg("--strip-debug").arg("-o").arg(&to).arg(from).status();
+        if !status.with_context(|| format!("can not start {strip}"))?.success() {
+            bail!("{strip} can not copy {}", from.display());
+        }
+        Ok(())
+    }
+
+    /// Not compressed: unpacking would take an emulated machine longer than reading.
+    fn pack(&self) -> anyhow::Result<PathBuf> {
+        let archive = dir().join(format!("{}.cpio", self.arch.name()));
+        let pack = r#"find . | cpio --quiet -o -H newc > "$0""#;
+        run(Command::new("sh").current_dir(self.dir.path()).arg("-c").arg(pack).arg(&archive))?;
+        Ok(archive)
+    }
+}
+
+/// A library of the C compiler for that machine.
+fn c_library(arch: Arch, name: &str) -> anyhow::Result<PathBuf> {
+    let gcc = format!("{}-gcc", arch.tools());
+    let path = output(&gcc, &[&format!("-print-file-name={name}")]).unwrap_or_default();
+    let path = PathBuf::from(path.trim());
+    if !path.is_absolute() {
+        bail!("{gcc} knows no {name}; is libc6-dev for {} installed?", arch.name());
+    }
+    Ok(path)
+}
+
+/// How programs for a machine are built.
+struct Compiler {
+    arch: Arch,
+    environment: Vec<(String, String)>,
+}
+
+impl Compiler {
+    fn find(arch: Arch, packages: &mut Packages) -> anyhow::Result<Self> {
+        let mut environment = Vec::new();
+        if !arch.is_host() {
+            let variable = |what: &str| {
+                format!("CARGO_TARGET_{}_{what}", arch.triple().to_uppercase().replace('-', "_"))
+            };
+            environment.push((variable("LINKER"), format!("{}-gcc", arch.tools())));
+            // What is stripped anyway takes time to make.
+            environment.push((String::from("CARGO_PROFILE_DEV_DEBUG"), String::from("false")));
+            let installed = output("rustc", &["--print", "target-libdir", "--target", arch.triple()])
+                .is_some_and(|dir| Path::new(dir.trim()).is_dir());
+            if !installed {
+                let sysroot = packages.sysroot(arch)?;
+                environment.push((String::from("RUSTC"), String::from(crate::setup::DEBIAN_RUSTC)));
+                environment.push((variable("RUSTFLAGS"), format!("--sysroot={}", sysroot.display())));
+            }
+        }
+        Ok(Self { arch, environment })
+    }
+
+    fn target(&self) -> Vec<&'static str> {
+        if self.arch.is_host() { Vec::new() } else { vec!["--target", self.arch.triple()] }
+    }
+
+    /// Runs cargo; the program that it built.
+    fn build(&self, arguments: &[&str]) -> anyhow::Result<PathBuf> {
+        #[derive(Deserialize)]
+        struct Message {
+            executable: Option<PathBuf>,
+        }
+        let mut command = cargo();
+        command.args(arguments).args(self.target()).envs(self.environment.iter().cloned());
+        command.args(["--quiet", "--message-format=json-render-diagnostics"]);
+        eprintln!("$ cargo {} for {}", arguments.join(" "), self.arch.name());
+        let output =
+            command.stderr(std::process::Stdio::inherit()).output().context("can not start cargo")?;
+        if !output.status.success() {
+            bail!("cargo {} for {} failed", arguments.join(" "), self.arch.name());
+        }
+        String::from_utf8_lossy(&output.stdout)
+            .lines()
+            .filter_map(|line| serde_json::from_str::<Message>(line).ok()?.executable)
+            .next_back()
+            .context("cargo named no program that it built")
+    }
+
+    /// The simulated CANN and the workload.
+    fn sim(&self, layout: sim::Layout) -> anyhow::Result<sim::Sim> {
+        if self.arch.is_host() {
+            return Ok(sim::ensure(layout, None, None)?);
+        }
+        // A process of its own, because it takes its compiler from the environment.
+        let mut command = Command::new(env::current_exe()?);
+        command.args(["sim", "--json", "--layout", layout.name()]).args(self.target());
+        let output = command
+            .envs(self.environment.iter().cloned())
+            .stderr(std::process::Stdio::inherit())
+            .output()
+            .context("can not start xtask again")?;
+        if !output.status.success() {
+            bail!("the simulated CANN was not built for {}", self.arch.name());
+        }
+        Ok(serde_json::from_slice(&output.stdout)?)
+    }
+}

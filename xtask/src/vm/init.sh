@@ -1,0 +1,27 @@
+#!/bin/busybox sh
+# The first and only service of a guest: runs the tests and switches the machine off. Lines that begin with @ are
+# for the host.
+/bin/busybox --install -s /bin
+export PATH=/bin
+mount -t proc proc /proc
+mount -t sysfs sys /sys
+mount -t securityfs security /sys/kernel/security
+mount -t devtmpfs dev /dev
+# Kernel messages would cut the lines of the tests apart.
+dmesg -n 1
+for word in $(cat /proc/cmdline); do
+    case $word in
+    memscope.filter=*) filter=${word#memscope.filter=} ;;
+    memscope.shell) shell=1 ;;
+    esac
+done
+cd /memscope
+if [ "$shell" ]; then
+    setsid cttyhack sh
+    poweroff -f
+fi
+echo "@kernel $(uname -r) $(uname -v)"
+echo "@check $(./memscope-trace check --json | tr -d '\n')"
+MEMSCOPE_REQUIRE=native:v8,native:v9 ./deps/native --test-threads 1 $filter
+echo "@exit $?"
+poweroff -f
