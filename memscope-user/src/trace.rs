@@ -389,9 +389,10 @@ impl Session<'_> {
         let proc = self.config.proc.clone();
         let wanted: Option<String> = match &self.config.targets {
             Targets::Called(name) => Some(name.clone()),
-            Targets::All => None,
-            _ => return,
+            Targets::All | Targets::Command(_) => None,
+            Targets::Processes(_) => return,
         };
+        let descendants_only = matches!(self.config.targets, Targets::Command(_));
         self.strangers.retain(|tgid, start| proc.start_time(*tgid) == *start);
         for tgid in proc.processes() {
             if self.targets.get(&tgid).is_some_and(|t| !t.ended) || self.strangers.contains_key(&tgid) {
@@ -401,7 +402,12 @@ impl Session<'_> {
                 Some(name) if proc.comm(tgid) != *name => continue,
                 _ => {}
             }
-            self.consider(tgid);
+            if !descendants_only {
+                self.consider(tgid);
+            } else if self.descends(tgid) {
+                // Not announced: its parent is linked statically, and so has no dynamic linker to probe.
+                self.meet(tgid);
+            }
         }
     }
 

@@ -507,7 +507,7 @@ fn a_command_is_traced_from_its_first_instruction_and_its_exit_code_passed_on() 
     let traced = Tracer::start(&["--", "sh", "-c", "exit 7"])?.finish()?;
     assert_eq!(traced.status.code(), Some(7));
     // A shell between: children are followed.
-    let line = format!("{workload} leak --steps 6 --marks --step-ms 300; exit 3");
+    let line = format!("{workload} leak --steps 6 --marks --step-ms 500; exit 3");
     let traced = Tracer::start(&["--", "sh", "-c", &line])?.finish()?;
     assert_eq!(traced.status.code(), Some(3));
     let report = traced.report()?;

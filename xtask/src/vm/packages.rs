@@ -11,7 +11,10 @@ use std::{
 use anyhow::{Context, bail};
 
 use super::{Arch, Kernel, RELEASES};
-use crate::command::{output, root, run};
+use crate::{
+    command::{output, root},
+    sim::execute,
+};
 
 /// Fetches packages; what was fetched before stays under target/vm.
 #[derive(Debug, Default)]
@@ -83,7 +86,7 @@ impl Packages {
         let parent = to.parent().context("a directory in target/vm")?;
         fs::create_dir_all(parent)?;
         let half = tempfile::tempdir_in(parent)?;
-        run(Command::new("dpkg-deb").arg("-x").arg(&deb).arg(half.path()))?;
+        execute(Command::new("dpkg-deb").arg("-x").arg(&deb).arg(half.path()))?;
         fs::rename(half.keep(), to).with_context(|| to.display().to_string())?;
         fs::remove_file(&deb).with_context(|| deb.display().to_string())
     }
@@ -93,8 +96,8 @@ impl Packages {
         let folder = dir().join("apt/downloads");
         let _ = fs::remove_dir_all(&folder);
         fs::create_dir_all(&folder)?;
-        // Downloaded as root, because apt's own user may not write here.
-        run(apt().current_dir(&folder).args(["-o", "APT::Sandbox::User=root", "download", package]))?;
+        eprintln!("fetching {package}");
+        execute(apt().current_dir(&folder).args(["download", package]))?;
         let mut files = fs::read_dir(&folder)?.filter_map(|entry| Some(entry.ok()?.path()));
         files.next().with_context(|| format!("apt-get left no file of {package}"))
     }
@@ -113,7 +116,8 @@ impl Packages {
         // As if nothing were installed.
         fs::write(apt_dir.join("status"), "")?;
         fs::write(apt_dir.join("sources.list"), sources()?)?;
-        run(apt().args(["-o", "APT::Sandbox::User=root", "update"]))?;
+        eprintln!("fetching the lists of Debian's packages");
+        execute(apt().arg("update"))?;
         self.updated = true;
         Ok(())
     }
@@ -164,6 +168,8 @@ fn apt() -> Command {
         "APT::Architectures::=amd64",
         "APT::Architectures::=arm64",
         "Acquire::Languages=none",
+        // apt's own user may not write below the repository.
+        "APT::Sandbox::User=root",
         "Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false",
         "Acquire::IndexTargets::deb::Contents-deb::DefaultEnabled=false",
     ];
