@@ -62,8 +62,6 @@ pub enum TraceError {
          the first said: {reason}"
     )]
     NothingAttached { tgid: Tgid, command: String, sites: usize, reason: String },
-    #[error("no process is called {0:?}; -a waits for processes to come")]
-    NoneCalled(String),
     #[error("the event loop can not run: {0}")]
     Loop(#[from] io::Error),
 }
@@ -141,6 +139,9 @@ struct Target {
     process: Process,
     scope: Scope,
     torch_npu: Option<String>,
+    /// The longest time between its having Ascend libraries and their being probed, where it began, or loaded them,
+    /// during the trace.
+    late: Option<Duration>,
     /// The process is no more.
     ended: bool,
 }
@@ -270,7 +271,9 @@ impl Session<'_> {
             Targets::Called(name) => {
                 self.scan();
                 if self.targets.is_empty() {
-                    return Err(TraceError::NoneCalled(name));
+                    self.progress.note(format!(
+                        "no process called {name:?} uses Ascend libraries yet; waiting (Ctrl-C ends)"
+                    ));
                 }
                 Ok(None)
             }
@@ -323,7 +326,7 @@ impl Session<'_> {
         self.strangers.remove(&tgid);
         self.order.retain(|known| *known != tgid);
         self.order.push(tgid);
-        self.targets.insert(tgid, Target { process, scope, torch_npu: None, ended: false });
+        self.targets.insert(tgid, Target { process, scope, torch_npu: None, late: None, ended: false });
         self.attach(tgid)
     }
 
@@ -421,28 +424,28 @@ impl Session<'_> {
         if !files.iter().any(|file| is_ascend_library(&file.path)) {
             return;
         }
-        let scope = match self.config.targets {
-            Targets::Called(_) => Scope::Process(tgid),
-            _ => Scope::Host,
-        };
-        if let Err(e) = self.adopt(process, scope) {
+        if let Targets::All = self.config.targets {
+            return self.adopt_newcomer(process);
+        }
+        if let Err(e) = self.adopt(process, Scope::Process(tgid)) {
             self.note(format!("process {tgid} is not traced: {e}"));
         }
     }
 
-    /// Attaches what the dynamic linker has announced. A child of the command runs on meanwhile.
+    /// Attaches what the dynamic linker has announced. The process runs on meanwhile.
     fn attach_mapped(&mut self, tgid: Tgid, since: u64) {
         let attached = self.try_attach(tgid);
-        let fresh = attached.sites.iter().any(|site| self.attacher.sites()[*site].probe.class == Class::Memory);
-        let child = self.root.is_some_and(|root| root != tgid);
-        if fresh && child {
+        if self.is_fresh(&attached)
+            && let Some(target) = self.targets.get_mut(&tgid)
+        {
             let late = Duration::from_nanos(clock(libc::CLOCK_MONOTONIC).saturating_sub(since));
-            self.note(format!(
-                "process {tgid} is a child: what it did in the first {} ms after it had loaded its Ascend libraries is \
-                 not traced",
-                late.as_millis() + 1
-            ));
+            target.late = Some(target.late.unwrap_or_default().max(late));
         }
+    }
+
+    /// Whether allocation sites were attached that no process had been probed at before.
+    fn is_fresh(&self, attached: &Attached) -> bool {
+        attached.sites.iter().any(|site| self.attacher.sites()[*site].probe.class == Class::Memory)
     }
 
     fn try_attach(&mut self, tgid: Tgid) -> Attached {
@@ -523,7 +526,7 @@ impl Session<'_> {
             }
             Targets::Command(_) if self.descends(tgid) => match Process::open(&self.config.proc, tgid) {
                 Ok(process) => {
-                    self.adopt_child(process);
+                    self.adopt_newcomer(process);
                     true
                 }
                 Err(_) => false,
@@ -536,17 +539,16 @@ impl Session<'_> {
         }
     }
 
-    /// Makes a descendant of the command a target. Only the command itself was held until its sites were attached.
-    fn adopt_child(&mut self, process: Process) {
-        let (tgid, command) = (process.tgid, process.command.clone());
+    /// Makes a process a target that began during the trace. Only a command itself is held until its sites are
+    /// attached.
+    fn adopt_newcomer(&mut self, process: Process) {
+        let tgid = process.tgid;
+        let age = self.config.proc.age(tgid).unwrap_or_default();
         match self.adopt(process, Scope::Host) {
-            Ok(attached) if attached.memory_sites > 0 => {
-                let age = self.config.proc.age(tgid).unwrap_or_default();
-                self.note(format!(
-                    "process {tgid} ({command}) is a child that had its libraries before it was found: up to its \
-                     first {} ms are not traced",
-                    age.as_millis()
-                ));
+            Ok(attached) if self.is_fresh(&attached) && age < self.started.elapsed() => {
+                if let Some(target) = self.targets.get_mut(&tgid) {
+                    target.late = Some(age);
+                }
             }
             Ok(_) => {}
             Err(e) => self.note(format!("process {tgid} is not traced: {e}")),
@@ -634,7 +636,9 @@ impl Session<'_> {
 
     fn finish(mut self) -> Document {
         let dump = self.dump.take().map(|dump| {
-            let summary = dump.finish();
+            let mut summary = dump.finish();
+            // Rows without a device, of a process image that had none: no file was due.
+            summary.files.retain(|file| file.rows > 0 || file.failure.is_some());
             let complete = summary.is_complete();
             let reason = summary
                 .files
@@ -677,6 +681,16 @@ impl Session<'_> {
                 "{} records could not be decoded: a fault of the tracer",
                 self.decoder.malformed
             ));
+        }
+        for tgid in &self.order {
+            if let Some(Target { late: Some(late), process, .. }) = self.targets.get(tgid) {
+                self.notes.push(format!(
+                    "process {tgid} ({}) ran for up to {} ms with Ascend libraries that were not probed yet: what it \
+                     did then is not traced",
+                    process.command,
+                    late.as_millis() + 1
+                ));
+            }
         }
         let targets = self
             .order

@@ -513,7 +513,7 @@ fn a_command_is_traced_from_its_first_instruction_and_its_exit_code_passed_on() 
     let report = traced.report()?;
     assert!(report.site("halMemAlloc").0 > 0, "the child was found");
     // What it did before its sites were attached is said to be missing.
-    assert!(report.0["notes"].to_string().contains("not traced"), "{:#}", report.0["notes"]);
+    assert!(report.0["notes"].to_string().contains("not probed yet"), "{:#}", report.0["notes"]);
     Ok(())
 }
 

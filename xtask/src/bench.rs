@@ -158,10 +158,11 @@ fn one(mut command: Command, mode: Mode, extra: &[&str], figure: &str, gate: Gat
 fn attach(pid: u32, dir: &Path, mode: Mode, extra: &[&str]) -> anyhow::Result<Child> {
     let said = dir.join("tracer.txt");
     let mut command = Command::new(tracer());
-    command.args(["-p", &pid.to_string(), "-o"]).arg(dir.join("dump")).args(extra);
-    if mode == Mode::Bare {
-        command.args(["--empty-programs", "--no-dump"]);
-    }
+    command.args(["-p", &pid.to_string()]).args(extra);
+    match mode {
+        Mode::Bare => command.args(["--empty-programs", "--no-dump"]),
+        _ => command.arg("-o").arg(dir.join("dump")),
+    };
     let child = command.stdout(Stdio::null()).stderr(fs::File::create(&said)?).spawn()?;
     for _ in 0..2000 {
         if fs::read_to_string(&said)?.contains("tracing ") {

@@ -65,14 +65,15 @@ fn verifier(log: &str) -> String {
     }
 }
 
-/// The programs of the object, by what runs where.
+/// The programs of the object, by what runs where, in the order in which they are attached: returns first, so that
+/// each call that is counted at its entry is reported at its return.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Program {
+    Leave,
+    Value,
     Enter,
     Keep,
     KeepStruct,
-    Leave,
-    Value,
     Name,
     Mark,
     Report,

@@ -14,7 +14,7 @@ use super::{
 use crate::{
     analysis::compare::{self, Difference, Layer, Profile, Profiler, Sequences, Side, Table},
     dump::{Caller, write_comparison},
-    model::{StepId, StepRule},
+    model::{Ledger, StepId, StepRule},
 };
 
 #[derive(Debug, Args)]
@@ -59,8 +59,21 @@ pub(super) fn run(args: CompareArgs) -> anyhow::Result<Verdict> {
     let compared = match (args.dumps.as_slice(), steps) {
         ([dump], Some((a, b))) => {
             let sides = [Some(Side::Step(a)), Some(Side::Step(b))];
-            let mut profiler = Profiler::new(rule, sides);
-            each_row(std::slice::from_ref(dump), |row| profiler.observe(row))?;
+            let mut profiler = Profiler::new(rule.clone(), sides);
+            let mut ledger = Ledger::new(rule);
+            each_row(std::slice::from_ref(dump), |row| {
+                profiler.observe(row);
+                if let Some(event) = row.row.event() {
+                    ledger.apply(&event);
+                }
+            })?;
+            let last =
+                ledger.processes().iter().map(|process| process.steps().current()).max().unwrap_or_default();
+            anyhow::ensure!(
+                a <= last && b <= last,
+                "{} has steps 1 to {last}, not {a} and {b}",
+                dump.display()
+            );
             let profiles = profiler.finish();
             let [base, other] = profiles.as_slice() else {
                 anyhow::bail!("the dump does not have both steps {} and {}", a, b);

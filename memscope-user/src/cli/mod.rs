@@ -93,6 +93,7 @@ impl LoggingArgs {
             .with_writer(io::stderr)
             .without_time()
             .with_target(false)
+            .log_internal_errors(false)
             .init();
     }
 }
@@ -142,7 +143,7 @@ pub fn main() -> ExitCode {
         // Whoever read our output has had enough.
         Err(e) if is_broken_pipe(&e) => ExitCode::SUCCESS,
         Err(e) => {
-            eprintln!("memscope-trace: {}", explain(&e));
+            progress::say(&format!("memscope-trace: {}", explain(&e)));
             ExitCode::from(2)
         }
     }

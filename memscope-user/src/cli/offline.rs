@@ -1,8 +1,9 @@
 //! What the verbs that read dumps share.
 
-use std::path::{Path, PathBuf};
-
-use anyhow::Context;
+use std::{
+    io::Write,
+    path::{Path, PathBuf},
+};
 
 use crate::dump::read::{NumberedRow, Options, Rows, open};
 
@@ -34,10 +35,9 @@ pub(super) struct Read {
 }
 
 pub(super) fn print_json(value: &impl serde::Serialize) -> anyhow::Result<()> {
-    let mut out = std::io::stdout().lock();
-    serde_json::to_writer_pretty(&mut out, value).context("can not print")?;
-    use std::io::Write;
-    Ok(writeln!(out)?)
+    let mut text = serde_json::to_vec_pretty(value)?;
+    text.push(b'\n');
+    Ok(std::io::stdout().lock().write_all(&text)?)
 }
 
 pub(super) fn shown(path: &Path) -> String {

@@ -6,7 +6,7 @@ use anyhow::Context;
 use clap::Args;
 use serde::Serialize;
 
-use super::Verdict;
+use super::{Verdict, offline::print_json};
 use crate::{
     attach::process::{FileId, Proc, Process},
     model::Tgid,
@@ -60,7 +60,7 @@ pub(super) fn run(args: ProbesArgs) -> anyhow::Result<Verdict> {
     let rows: Vec<_> =
         files.iter().flat_map(|(path, file, resolved)| rows(path, file, resolved, &found)).collect();
     if args.json {
-        println!("{}", serde_json::to_string_pretty(&rows)?);
+        print_json(&rows)?;
         return Ok(Verdict::Fine);
     }
     let mut out = std::io::stdout().lock();
@@ -161,7 +161,7 @@ fn rows(path: &str, file: &File, resolved: &ResolvedFile, found: &HashSet<&str>)
 
 fn list_catalogue(json: bool) -> anyhow::Result<()> {
     if json {
-        println!("{}", serde_json::to_string_pretty(CATALOGUE)?);
+        print_json(&CATALOGUE)?;
         return Ok(());
     }
     let mut out = std::io::stdout().lock();

@@ -1,7 +1,7 @@
 //! Progress on standard error: one line kept up to date on a terminal, single lines elsewhere.
 
 use std::{
-    io::{IsTerminal, stderr},
+    io::{IsTerminal, Write, stderr},
     time::{Duration, Instant},
 };
 
@@ -14,6 +14,11 @@ use crate::{
 
 /// Where no terminal shows it, the status is a line now and then.
 const PLAIN_INTERVAL: Duration = Duration::from_secs(30);
+
+/// A line on standard error; nobody has to be there to read it.
+pub(super) fn say(line: &str) {
+    let _ = writeln!(stderr(), "{line}");
+}
 
 pub struct Terminal {
     quiet: bool,
@@ -43,8 +48,8 @@ impl Terminal {
 
     fn line(&self, line: &str) {
         match &self.bar {
-            Some(bar) => bar.suspend(|| eprintln!("{line}")),
-            None => eprintln!("{line}"),
+            Some(bar) => bar.suspend(|| say(line)),
+            None => say(line),
         }
     }
 }
@@ -76,7 +81,7 @@ impl Progress for Terminal {
         let line = status::line(live.online, rate, live.lost);
         match &self.bar {
             Some(bar) => bar.set_message(line),
-            None => eprintln!("{line}"),
+            None => say(&line),
         }
     }
 }

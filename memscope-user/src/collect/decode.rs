@@ -245,7 +245,12 @@ fn text<'a>(
     }
     let text = &bytes[..bytes.len().min(len as usize)];
     if record_flags & flags::TRUNCATED != 0 {
-        return [text, "…".as_bytes()].concat().into();
+        // A character that was cut in two is left out.
+        let whole = match std::str::from_utf8(text) {
+            Err(e) if e.error_len().is_none() => &text[..e.valid_up_to()],
+            _ => text,
+        };
+        return [whole, "…".as_bytes()].concat().into();
     }
     text.into()
 }
