@@ -68,6 +68,12 @@ impl Analysis for Fluctuation {
                 self.end(event, *step, ledger);
                 return;
             }
+            Change::StepsRetracted => {
+                let gauges =
+                    ledger.position(event.tgid).and_then(|position| self.processes.get_mut(position));
+                gauges.into_iter().for_each(Vec::clear);
+                return;
+            }
             _ => return,
         };
         self.sample(event, pool, device, ledger);

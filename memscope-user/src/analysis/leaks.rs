@@ -134,6 +134,9 @@ struct Watched {
     /// Later steps that had ended when blocks of a kind were freed: the most.
     freed_late: FxHashMap<Like, u32>,
     old: FxHashMap<(Pool, Option<DeviceId>, u16), Old>,
+    /// The same of blocks of the first whole step, whatever their operator: of the first blocks after attach it
+    /// is not known yet.
+    warm: FxHashMap<(Pool, Option<DeviceId>, u16), u32>,
     late: FxHashMap<Like, LateGroup>,
     largest_late: BinaryHeap<Reverse<BySize>>,
     /// Blocks judged before the trace ended.
@@ -236,6 +239,11 @@ impl Analysis for Leaks {
                     watched.judge_for_good(blocks, process);
                 }
             }
+            Change::StepsRetracted => {
+                if let Some(watched) = self.watch(event.tgid, ledger) {
+                    *watched = Watched { judged_to: watched.judged_to, ..Watched::default() };
+                }
+            }
             Change::Finalized => {
                 if let Some(process) = ledger.process(event.tgid)
                     && let Some(watched) = self.watch(event.tgid, ledger)
@@ -276,6 +284,10 @@ impl Watched {
         }
         let held = self.freed_late.entry(bounded(Like::of(block), &self.freed_late)).or_default();
         *held = later_steps(block, process).max(*held);
+        if block.step == WARM_UP {
+            let held = self.warm.entry((block.pool, block.device, size_class(block.size))).or_default();
+            *held = later_steps(block, process).max(*held);
+        }
         if block.step == WARM_UP || is_kept_for_use(block.pool) {
             return;
         }
@@ -328,7 +340,9 @@ impl Watched {
         }
         let like = bounded(Like::of(block), &self.freed_late);
         let longest = self.freed_late.get(&like).copied().unwrap_or_else(|| {
-            self.old.get(&(like.pool, like.device, like.class)).map_or(0, |old| old.held(process))
+            let key = (like.pool, like.device, like.class);
+            let old = self.old.get(&key).map_or(0, |old| old.held(process));
+            self.warm.get(&key).copied().unwrap_or(0).max(old)
         });
         // Who outlives the end of its own step and d later ones is freed in step d + 1 after its own.
         Some(if later > longest {
@@ -350,12 +364,24 @@ impl Watched {
         for (block, _) in judged.iter().filter(|(_, verdict)| *verdict == Verdict::Leak) {
             leaked_in.entry(Like::of(block)).or_default().insert(block.step);
         }
+        let recurring_sizes: Vec<(Like, u64)> = judged
+            .iter()
+            .filter(|(block, verdict)| {
+                *verdict == Verdict::Leak
+                    && leaked_in.get(&Like::of(block)).is_some_and(|steps| steps.len() >= 2)
+            })
+            .map(|(block, _)| (Like::of(block), block.size))
+            .collect::<FxHashMap<_, _>>()
+            .into_iter()
+            .collect();
         let steps_judged = (process.steps().last_ended().0 as usize).saturating_sub(2);
 
         let mut verdicts = Verdicts::default();
         for (block, verdict) in judged {
             let steps = leaked_in.get(&Like::of(&block)).map_or(0, FxHashSet::len);
-            let pattern = if steps >= 2 { Pattern::Recurring } else { Pattern::Once };
+            let recurring =
+                steps >= 2 || recurring_sizes.iter().any(|(like, size)| is_unsplit(&block, like, *size));
+            let pattern = if recurring { Pattern::Recurring } else { Pattern::Once };
             if is_kept_for_use(block.pool)
                 && (verdict != Verdict::Leak || steps < GROWING_STEPS || 2 * steps < steps_judged)
             {
@@ -393,6 +419,17 @@ fn later_steps(block: &Block, process: &Process) -> u32 {
 /// Whether an allocator that is not seen itself keeps the pool's blocks for later use.
 fn is_kept_for_use(pool: Pool) -> bool {
     matches!(pool, Pool::Host | Pool::PtaWorkspace)
+}
+
+/// Whether a block is the like of a leaked one in a coat too large: torch_npu's pool leaves a rest of less than
+/// 1 MiB with a large block instead of splitting it off.
+fn is_unsplit(block: &Block, like: &Like, size: u64) -> bool {
+    const REST: u64 = 1 << 20;
+    block.pool == Pool::Pta
+        && (block.pool, block.device, &block.op) == (like.pool, like.device, &like.op)
+        && size > REST
+        && block.size > size
+        && block.size - size < REST
 }
 
 fn bounded<V>(mut like: Like, known: &FxHashMap<Like, V>) -> Like {

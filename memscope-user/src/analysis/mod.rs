@@ -3,15 +3,18 @@
 pub mod compare;
 pub mod fluctuation;
 pub mod inefficient;
+pub mod infer_steps;
 pub mod leaks;
 pub mod marks;
 pub mod offline_leaks;
 pub mod oom;
 pub mod reconcile;
 
-use crate::model::{Change, Event, Ledger, StepRule};
+use crate::model::{Change, Event, Ledger, Nanos, StepRule, StepsFrom};
 
 use fluctuation::Fluctuation;
+use inefficient::Inefficient;
+use infer_steps::StepInference;
 use leaks::Leaks;
 use marks::Marks;
 use oom::OutOfMemory;
@@ -23,14 +26,22 @@ pub trait Analysis {
 
 /// The ledger and the analyses that run while events come in: the one thing that live tracing and dump
 /// readers feed.
+///
+/// Events go in by [`Online::feed`], which holds some back as long as it is not known whether a step begins before them,
+/// and by [`Online::finish`] at the end.
 #[derive(Debug, Default)]
 pub struct Online {
+    inference: StepInference,
+    /// Events that the inference has let go.
+    ready: Vec<Event>,
     pub ledger: Ledger,
     /// `None` when it was not asked for.
     pub leaks: Option<Leaks>,
     pub fluctuation: Fluctuation,
     pub oom: OutOfMemory,
     pub marks: Marks,
+    /// `None` when it was not asked for.
+    pub inefficient: Option<Inefficient>,
 }
 
 impl Online {
@@ -38,7 +49,49 @@ impl Online {
         Online { ledger: Ledger::new(rule), leaks: leaks.then(Leaks::default), ..Online::default() }
     }
 
-    /// Feeds one event. What it changed is returned for those who write the events elsewhere.
+    /// Infers steps from operators as well, or from these alone. Without this, only [`StepsFrom::Marks`].
+    pub fn with_steps_from(self, rule: &StepRule, from: StepsFrom) -> Self {
+        let (inference, ledger) = (StepInference::new(rule.clone(), from), self.ledger.with_steps_from(from));
+        Online { inference, ledger, ..self }
+    }
+
+    pub fn with_inefficient(self, config: inefficient::Config) -> Self {
+        Online { inefficient: Some(Inefficient::new(config)), ..self }
+    }
+
+    /// Feeds one event. Events that are certain are told on, with what they changed, to those who write them elsewhere.
+    pub fn feed(&mut self, event: Event, seen: impl FnMut(&Event, &Change, &Ledger)) {
+        self.pass(|inference, ready| inference.push(event, ready), seen);
+    }
+
+    /// Lets go of all that has been held back since before a time.
+    pub fn release(&mut self, before: Nanos, seen: impl FnMut(&Event, &Change, &Ledger)) {
+        self.pass(|inference, ready| inference.release(before, ready), seen);
+    }
+
+    /// Lets go of everything, for no more is to come.
+    pub fn finish(&mut self, seen: impl FnMut(&Event, &Change, &Ledger)) {
+        self.pass(StepInference::flush, seen);
+        if let Some(inefficient) = &mut self.inefficient {
+            inefficient.finish(&mut |_| {});
+        }
+    }
+
+    fn pass(
+        &mut self,
+        infer: impl FnOnce(&mut StepInference, &mut Vec<Event>),
+        mut seen: impl FnMut(&Event, &Change, &Ledger),
+    ) {
+        let mut ready = std::mem::take(&mut self.ready);
+        infer(&mut self.inference, &mut ready);
+        for event in ready.drain(..) {
+            let change = self.apply(&event);
+            seen(&event, &change, &self.ledger);
+        }
+        self.ready = ready;
+    }
+
+    /// Applies one event as it is, without inference, and returns what it changed.
     pub fn apply(&mut self, event: &Event) -> Change {
         let change = self.ledger.apply(event);
         if let Some(leaks) = &mut self.leaks {
@@ -47,6 +100,9 @@ impl Online {
         self.fluctuation.observe(event, &change, &self.ledger);
         self.oom.observe(event, &change, &self.ledger);
         self.marks.observe(event, &change, &self.ledger);
+        if let Some(inefficient) = &mut self.inefficient {
+            inefficient.observe(event, &change, &self.ledger);
+        }
         change
     }
 }

@@ -103,6 +103,10 @@ impl Blocks {
         self.slots.iter().flatten()
     }
 
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut Block> {
+        self.slots.iter_mut().flatten()
+    }
+
     /// Takes out every block that `which` names, in order of allocation.
     pub fn take(&mut self, which: impl Fn(&Block) -> bool) -> Vec<Block> {
         let mut taken: Vec<Block> = Vec::new();

@@ -56,6 +56,10 @@ pub enum EventKind {
         /// `None` when the beginning was not seen (before attach, or lost).
         range: Option<u64>,
     },
+    /// A step begins here, as far as operators tell (see [`crate::analysis::infer_steps`]).
+    StepInferred(Inferred),
+    /// The steps inferred so far were none.
+    StepsRetracted,
     /// The thread made this device current.
     DeviceSet {
         device: DeviceId,
@@ -112,6 +116,25 @@ pub enum AccessKind {
     Read,
     Write,
     Unknown,
+}
+
+/// Why steps are believed to be steps, as of a step's beginning.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Inferred {
+    pub basis: Basis,
+    /// Steps that have ended.
+    pub periods: u32,
+    /// Those of them that are like most: with the same operators, or with the same optimizer.
+    pub equal: u32,
+}
+
+/// What steps are inferred from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Basis {
+    /// Each ends with an optimizer.
+    Optimizer,
+    /// The same operators come again and again.
+    Repetition,
 }
 
 /// The allocator's own totals for its device right after an event, in bytes.

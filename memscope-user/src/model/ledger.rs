@@ -4,7 +4,7 @@ use rustc_hash::FxHashMap;
 
 use super::block::Blocks;
 use super::segments::{Candidate, Growth, Pending, Unclaimed};
-use super::steps::{Boundary, StepRule, Steps};
+use super::steps::{Boundary, StepRule, Steps, StepsFrom};
 use super::{
     Alloc, AllocationId, Block, DeviceId, DevicePtr, Driver, Event, EventKind, Free, Module, Name, Pool,
     StepId, Tgid, Tid, Totals,
@@ -16,6 +16,7 @@ pub use super::block::BlockRef;
 #[derive(Debug, Default)]
 pub struct Ledger {
     rule: StepRule,
+    steps_from: StepsFrom,
     processes: Vec<Process>,
     /// Index of the latest process with this id.
     index: FxHashMap<Tgid, usize>,
@@ -49,6 +50,8 @@ pub enum Change {
         ended: Option<StepId>,
         began: Option<StepId>,
     },
+    /// The steps so far were none: all that there is was there before the first step.
+    StepsRetracted,
     /// A device took back what the driver had given; `blocks` are no longer in the ledger.
     Reset {
         device: DeviceId,
@@ -72,6 +75,11 @@ pub enum Ending {
 impl Ledger {
     pub fn new(rule: StepRule) -> Self {
         Ledger { rule, ..Ledger::default() }
+    }
+
+    pub fn with_steps_from(mut self, steps_from: StepsFrom) -> Self {
+        self.steps_from = steps_from;
+        self
     }
 
     /// All processes that had an event, in order of their first; those that ended too. A process that
@@ -99,7 +107,7 @@ impl Ledger {
                 self.processes.len() - 1
             }
         };
-        self.processes[index].apply(event, &self.rule)
+        self.processes[index].apply(event, &self.rule, self.steps_from)
     }
 }
 
@@ -345,7 +353,7 @@ impl Process {
         self.threads.get(&tid)?.op.as_ref()
     }
 
-    fn apply(&mut self, event: &Event, rule: &StepRule) -> Change {
+    fn apply(&mut self, event: &Event, rule: &StepRule, steps_from: StepsFrom) -> Change {
         match &event.kind {
             EventKind::Alloc(alloc) => self.alloc(event, alloc),
             EventKind::Free(free) => self.free(event, free),
@@ -368,13 +376,19 @@ impl Process {
                 self.kernels += 1;
                 Change::Nothing
             }
-            EventKind::Mark { .. } | EventKind::RangeBegin { .. } | EventKind::RangeEnd { .. } => {
-                match self.steps.observe(event, rule) {
-                    Boundary { ended: None, began: None } => Change::Nothing,
-                    Boundary { ended, began } => Change::Step { ended, began },
-                }
-            }
+            EventKind::Mark { .. }
+            | EventKind::RangeBegin { .. }
+            | EventKind::RangeEnd { .. }
+            | EventKind::StepInferred(_) => match self.steps.observe(event, rule, steps_from) {
+                Boundary { ended: None, began: None } => Change::Nothing,
+                Boundary { ended, began } => Change::Step { ended, began },
+            },
             EventKind::Access(_) => Change::Nothing,
+            EventKind::StepsRetracted => {
+                self.steps = Steps::default();
+                self.blocks.iter_mut().for_each(|block| block.step = StepId(0));
+                Change::StepsRetracted
+            }
             EventKind::DeviceSet { device } => {
                 self.meet(*device);
                 self.threads.entry(event.tid).or_default().device = Some(*device);

@@ -12,9 +12,10 @@ pub(crate) mod testing;
 
 pub use block::{Block, Driver};
 pub use event::{
-    Access, AccessKind, Alloc, AllocFailed, DriverAlloc, Event, EventKind, Free, Name, PageType, Totals,
+    Access, AccessKind, Alloc, AllocFailed, Basis, DriverAlloc, Event, EventKind, Free, Inferred, Name,
+    PageType, Totals,
 };
 pub use ids::{AllocationId, DeviceId, DevicePtr, Nanos, Pool, StepId, Tgid, Tid};
 pub use ledger::{BlockRef, Change, Count, DeviceMemory, DriverUse, Ending, Ledger, PoolUse, Process};
 pub use module::Module;
-pub use steps::{Step, StepRule, Steps};
+pub use steps::{Step, StepRule, Steps, StepsFrom};

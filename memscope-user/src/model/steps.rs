@@ -13,10 +13,13 @@
 //!   its step is over, and ends nothing). Beginnings on other threads, while a step is open, are iterations
 //!   of a worker that runs beside it and are passed over; but when one thread begins [`TAKEOVER`] times in
 //!   that time, the open step will hardly end any more, and that thread takes over.
+//!
+//! Steps that are inferred from operators ([`crate::analysis::infer_steps`]) begin where they are told to, and each ends
+//! the one before. A process has either these or its own.
 
 use regex::Regex;
 
-use super::{Event, EventKind, Nanos, StepId, Tid};
+use super::{Event, EventKind, Inferred, Nanos, StepId, Tid};
 
 /// Text of the range that is a step when no pattern is given: msMemScope's convention.
 const STEP_START: &str = "step start";
@@ -34,7 +37,27 @@ pub enum StepRule {
     Matching(Regex),
 }
 
+/// Where steps come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum StepsFrom {
+    /// From the process's marks and ranges, or, as long as it has none that are steps, from its operators.
+    #[default]
+    MarksOrOps,
+    Marks,
+    Ops,
+    None,
+}
+
 impl StepRule {
+    /// Whether the event is a mark or the beginning of a range that is a step.
+    pub fn begins_step(&self, kind: &EventKind) -> bool {
+        match kind {
+            EventKind::RangeBegin { text, .. } => self.range(text),
+            EventKind::Mark { text, .. } => self.mark(text),
+            _ => false,
+        }
+    }
+
     fn range(&self, text: &str) -> bool {
         match self {
             StepRule::StepStart => text == STEP_START,
@@ -63,6 +86,7 @@ pub struct Step {
 pub struct Steps {
     list: Vec<Step>,
     open: Option<Open>,
+    inferred: Option<Inferred>,
 }
 
 #[derive(Debug)]
@@ -97,8 +121,24 @@ impl Steps {
         StepId(self.list.len() as u32 - u32::from(self.open.is_some()))
     }
 
-    pub(super) fn observe(&mut self, event: &Event, rule: &StepRule) -> Boundary {
+    /// Why these are believed to be steps, when they were inferred.
+    pub fn inferred(&self) -> Option<Inferred> {
+        self.inferred
+    }
+
+    pub(super) fn observe(&mut self, event: &Event, rule: &StepRule, from: StepsFrom) -> Boundary {
+        let (marks, ops) = match from {
+            StepsFrom::MarksOrOps => (true, true),
+            StepsFrom::Marks => (true, false),
+            StepsFrom::Ops => (false, true),
+            StepsFrom::None => (false, false),
+        };
         match &event.kind {
+            EventKind::StepInferred(inferred) if ops => {
+                self.inferred = Some(*inferred);
+                self.next(event.time, event.tid, None)
+            }
+            _ if !marks => Boundary::default(),
             EventKind::RangeBegin { range, text, .. } if rule.range(text) => {
                 self.begin(event.time, event.tid, Some(*range))
             }
@@ -124,6 +164,10 @@ impl Steps {
                 return Boundary::default();
             }
         }
+        self.next(time, tid, range)
+    }
+
+    fn next(&mut self, time: Nanos, tid: Tid, range: Option<u64>) -> Boundary {
         let ended = self.end(time);
         self.open = Some(Open { tid, range, rivals: Vec::new() });
         let id = StepId(self.list.len() as u32 + 1);
@@ -150,7 +194,7 @@ mod tests {
     fn steps(script: &Script, rule: &StepRule) -> Steps {
         let mut steps = Steps::default();
         for event in &script.events {
-            steps.observe(event, rule);
+            steps.observe(event, rule, StepsFrom::MarksOrOps);
         }
         steps
     }
