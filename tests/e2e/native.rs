@@ -150,7 +150,7 @@ fn a_late_attach_reports_what_came_after() -> Result<()> {
         return Ok(());
     }
     let dir = tempfile::tempdir()?;
-    let (mut target, file) = held(V8, dir.path(), &["leak", "--steps", "60", "--marks", "--step-ms", "40"])?;
+    let (mut target, file) = held(V8, dir.path(), &["leak", "--steps", "60", "--marks", "--step-ms", "100"])?;
     let pid = target.pid();
     target.tell("go")?;
     thread::sleep(Duration::from_millis(500));
