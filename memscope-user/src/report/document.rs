@@ -7,11 +7,12 @@ use serde::Serialize;
 
 use crate::analysis::Online;
 use crate::analysis::fluctuation::Extremes;
+use crate::analysis::inefficient;
 use crate::analysis::leaks::{Late, LateGroup, Like, Pattern, Reason, Verdicts};
 use crate::analysis::oom::Oom;
 use crate::analysis::reconcile::Reconciliation;
 use crate::model::{
-    AllocationId, Block, Count, DeviceId, DeviceMemory, DevicePtr, Ending, Name, Nanos, Pool, PoolUse,
+    AllocationId, Basis, Block, Count, DeviceId, DeviceMemory, DevicePtr, Ending, Name, Nanos, Pool, PoolUse,
     Process, StepId, Tgid, Tid,
 };
 
@@ -33,6 +34,8 @@ pub struct Document {
     pub steps: Vec<Step>,
     pub devices: Vec<Device>,
     pub processes: Vec<ProcessFacts>,
+    /// `None` when it was not asked for.
+    pub inefficient: Option<inefficient::Report>,
     pub dump: Option<Dump>,
     pub timing: Timing,
     /// What else the reader must know to judge the figures.
@@ -113,6 +116,8 @@ pub struct Step {
     pub begin_ns: Nanos,
     /// `None`: had not ended.
     pub end_ns: Option<Nanos>,
+    /// From operators: no mark says so (see [`ProcessFacts::steps_inferred`]).
+    pub inferred: bool,
 }
 
 /// One process on one device. Process ids may repeat: a process that replaced its program is another one.
@@ -268,6 +273,20 @@ pub struct ProcessFacts {
     pub oom_not_listed: u64,
     /// The texts of marks and ranges that came most often.
     pub marks: Vec<MarkFacts>,
+    /// Why its steps are believed to be steps, when they were inferred from operators.
+    pub steps_inferred: Option<InferredFacts>,
+}
+
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct InferredFacts {
+    /// `optimizer`: each ends with one; `repetition`: the same operators come again and again.
+    pub basis: &'static str,
+    /// Steps that have ended.
+    pub periods: u32,
+    /// Those of them with the same optimizer, or the same operators, as most.
+    pub equal: u32,
+    /// How likely the next one is to be like them too, from 0 to 1 (by the rule of succession).
+    pub confidence: f64,
 }
 
 /// What was not seen of a pool's blocks.
@@ -297,6 +316,7 @@ impl Document {
                 step: step.id,
                 begin_ns: step.begin,
                 end_ns: step.end,
+                inferred: process.steps().inferred().is_some(),
             }));
             devices.extend(process_devices(position, process, online));
             processes.push(process_facts(position, process, online));
@@ -312,6 +332,7 @@ impl Document {
             steps,
             devices,
             processes,
+            inefficient: online.inefficient.as_ref().map(inefficient::Inefficient::report),
             dump: trace.dump,
             timing: trace.timing,
             notes: trace.notes,
@@ -436,6 +457,15 @@ fn process_facts(position: usize, process: &Process, online: &Online) -> Process
             .into_iter()
             .map(|(text, count)| MarkFacts { text, count })
             .collect(),
+        steps_inferred: process.steps().inferred().map(|inferred| InferredFacts {
+            basis: match inferred.basis {
+                Basis::Optimizer => "optimizer",
+                Basis::Repetition => "repetition",
+            },
+            periods: inferred.periods,
+            equal: inferred.equal,
+            confidence: f64::from(inferred.equal + 1) / f64::from(inferred.periods + 2),
+        }),
     }
 }
 

@@ -1,6 +1,7 @@
 //! What people read, and what their programs read.
 
 pub mod document;
+pub mod inefficient;
 mod select;
 pub mod status;
 pub mod terminal;

@@ -7,7 +7,7 @@ use crate::analysis::leaks::size_class;
 use crate::model::{DeviceId, Name, Pool, StepId, Tgid, Tid};
 
 use super::document::{BlockFacts, Device, Document, OomFacts, PoolFacts, ReconciliationFacts};
-use super::units;
+use super::{inefficient, units};
 
 /// Lines of each list; the rest is counted.
 const GROUPS_SHOWN: usize = 20;
@@ -16,17 +16,24 @@ const NOT_JUDGED_SHOWN: usize = 5;
 const OOMS_SHOWN: usize = 5;
 const SITES_SHOWN: usize = 10;
 
+/// Confidence above which inferred steps need no warning.
+const SURE: f64 = 0.75;
+
 /// Renders the report. `colour`: with ANSI sequences, for a terminal.
 pub fn render(document: &Document, colour: bool) -> String {
     let processes: BTreeSet<Tgid> = document.devices.iter().map(|device| device.pid).collect();
     let report = Report { document, several: processes.len() > 1, paint: Paint { colour } };
     let mut out = String::new();
     report.headline(&mut out);
+    report.inferred_steps(&mut out);
     report.out_of_memory(&mut out);
     report.leaks(&mut out);
     report.late(&mut out);
     report.not_judged(&mut out);
     report.fluctuation(&mut out);
+    if let Some(found) = &document.inefficient {
+        inefficient::write_report(&mut out, found, &report.paint);
+    }
     report.memory(&mut out);
     report.trace(&mut out);
     report.next(&mut out);
@@ -40,8 +47,8 @@ struct Report<'a> {
     paint: Paint,
 }
 
-struct Paint {
-    colour: bool,
+pub(super) struct Paint {
+    pub colour: bool,
 }
 
 impl Paint {
@@ -49,11 +56,11 @@ impl Paint {
         if self.colour { format!("\x1b[{code}m{text}\x1b[0m") } else { text.to_owned() }
     }
 
-    fn alarm(&self, text: &str) -> String {
+    pub fn alarm(&self, text: &str) -> String {
         self.with("1;31", text)
     }
 
-    fn heading(&self, text: &str) -> String {
+    pub fn heading(&self, text: &str) -> String {
         self.with("1", text)
     }
 }
@@ -102,6 +109,25 @@ impl Report<'_> {
             );
             line(out, &self.paint.alarm(&text));
             self.lost_frees(out);
+        }
+    }
+
+    /// How sure it is that steps are steps.
+    fn inferred_steps(&self, out: &mut String) {
+        for process in &self.document.processes {
+            let Some(inferred) = process.steps_inferred else { continue };
+            let alike =
+                if inferred.basis == "optimizer" { "end with the same optimizer" } else { "are equal" };
+            let mut text = format!(
+                "{}steps inferred from operators: {} of {} {alike}",
+                self.process(process.pid),
+                inferred.equal,
+                inferred.periods,
+            );
+            if inferred.confidence < SURE {
+                text.push_str("; they may be something else (--step-mark names the mark or range that comes once a step)");
+            }
+            line(out, &capitalised(&text));
         }
     }
 
@@ -540,17 +566,17 @@ impl Group<'_> {
     }
 }
 
-fn line(out: &mut String, text: &str) {
+pub(super) fn line(out: &mut String, text: &str) {
     out.push_str(text);
     out.push('\n');
 }
 
-fn capitalised(text: &str) -> String {
+pub(super) fn capitalised(text: &str) -> String {
     let mut chars = text.chars();
     chars.next().map(|first| first.to_uppercase().chain(chars).collect()).unwrap_or_default()
 }
 
-fn device_name(device: Option<DeviceId>) -> String {
+pub(super) fn device_name(device: Option<DeviceId>) -> String {
     match device {
         Some(device) => format!("device {device}"),
         None => "host".to_owned(),

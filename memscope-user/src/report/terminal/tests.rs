@@ -1,7 +1,8 @@
 use super::*;
 use crate::analysis::Online;
+use crate::analysis::inefficient::{Config, Rules};
 use crate::model::testing::{MAIN, MIB, Script, leak6};
-use crate::model::{Alloc, DevicePtr, Event, EventKind, Module, StepRule};
+use crate::model::{Alloc, DevicePtr, Event, EventKind, Module, StepRule, StepsFrom};
 use crate::report::document::{Dump, Events, Site, Trace};
 
 fn document(events: &[Event], trace: Trace) -> Document {
@@ -271,4 +272,50 @@ fn long_lists_are_cut_and_the_rest_counted() {
         text.contains("\nNot judged: 25 blocks, 325 KiB\n") && text.contains("\n  and 20 smaller\n"),
         "{text}"
     );
+}
+
+/// A loop that leaks, and marks nothing.
+fn unmarked_loop(steps: u64) -> Script {
+    let mut script = Script::new();
+    for step in 1..=steps {
+        for name in ["aclnnMm", "aclnnMmBackward", "aclnnInplaceLerps", "aclnnInplaceAddcdiv"] {
+            script.op(name);
+        }
+        script.alloc(MIB * step, MIB);
+    }
+    script
+}
+
+fn inferred(script: &Script) -> Document {
+    let rule = StepRule::default();
+    let mut online = Online::new(rule.clone(), true).with_steps_from(&rule, StepsFrom::MarksOrOps);
+    script.events.iter().for_each(|event| online.feed(event.clone(), |_, _, _| {}));
+    online.finish(|_, _, _| {});
+    Document::new(Trace::default(), &online)
+}
+
+#[test]
+fn inferred_steps_are_said_to_be_inferred() {
+    let document = inferred(&unmarked_loop(10));
+    assert!(!document.steps.is_empty() && document.steps.iter().all(|step| step.inferred));
+    let text = render(&document, false);
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(lines[0], "1 leak: 6.00 MiB in 6 blocks");
+    assert_eq!(lines[1], "Steps inferred from operators: 8 of 8 end with the same optimizer");
+
+    let few = render(&inferred(&unmarked_loop(3)), false);
+    let unsure =
+        "Steps inferred from operators: 0 of 0 end with the same optimizer; they may be something else";
+    assert!(few.lines().any(|line| line.starts_with(unsure)), "{few}");
+    assert!(!rendered(&leak6()).contains("inferred"));
+}
+
+#[test]
+fn inefficient_memory_is_reported_when_asked_for() {
+    let mut online = Online::new(StepRule::default(), false).with_inefficient(Config::new(Rules::MEMSCOPE));
+    unmarked_loop(3).events.into_iter().for_each(|event| online.feed(event, |_, _, _| {}));
+    online.finish(|_, _, _| {});
+    let text = render(&Document::new(Trace::default(), &online), false);
+    assert!(text.contains("\nInefficient memory, by the rules of msMemScope"), "{text}");
+    assert!(text.contains("\n  no operator was seen to use any block: nothing can be said\n"), "{text}");
 }
