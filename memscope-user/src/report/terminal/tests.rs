@@ -305,7 +305,7 @@ fn inferred_steps_are_said_to_be_inferred() {
 
     let few = render(&inferred(&unmarked_loop(3)), false);
     let unsure =
-        "Steps inferred from operators: 0 of 0 end with the same optimizer; they may be something else";
+        "Steps inferred from operators: 1 of 1 end with the same optimizer; they may be something else";
     assert!(few.lines().any(|line| line.starts_with(unsure)), "{few}");
     assert!(!rendered(&leak6()).contains("inferred"));
 }
