@@ -8,8 +8,8 @@ use std::time::Instant;
 use memscope::analysis::leaks::Leaks;
 use memscope::analysis::{Analysis, Online};
 use memscope::model::{
-    Alloc, DeviceId, DevicePtr, Event, EventKind, Free, Ledger, Name, Nanos, Pool, StepRule, Tgid, Tid,
-    Totals,
+    Alloc, DeviceId, DevicePtr, Event, EventKind, Free, Ledger, Name, Nanos, Pool, StepRule, StepsFrom, Tgid,
+    Tid, Totals,
 };
 
 const EVENTS: usize = 20_000_000;
@@ -40,7 +40,16 @@ fn main() {
             }
         }
     });
-    drop((ledger, leaks, online));
+    let rule = StepRule::default();
+    let mut inferring = Online::new(rule.clone(), true).with_steps_from(&rule, StepsFrom::Ops);
+    report("the same, with steps inferred", events.len(), || {
+        for _ in 0..EVENTS / events.len() {
+            for event in &events {
+                inferring.feed(event.clone(), |_, _, _| {});
+            }
+        }
+    });
+    drop((ledger, leaks, online, inferring));
 
     let before = resident_bytes();
     let mut online = Online::new(StepRule::default(), true);

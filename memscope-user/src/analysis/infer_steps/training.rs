@@ -29,6 +29,9 @@ const UNIT_MAX: usize = 12;
 /// Operators between the parts of an optimizer.
 const GAP_MAX: usize = 4;
 
+/// Operators of a forward's beginning that are kept: more are never needed in programs that are not made of copies.
+const BEGINNING_MAX: usize = 4096;
+
 /// Optimizers that are told apart.
 const OPTIMIZERS_MAX: usize = 16;
 
@@ -331,9 +334,12 @@ fn updates_at(ids: &[OpId], names: &Names, threaded: bool) -> usize {
     let mut longest = 0;
     for unit in if threaded { 1 } else { 2 }..=UNIT_MAX.min(ids.len() / 2) {
         let first = &ids[..unit];
+        if !is_update(first, names, threaded) {
+            continue;
+        }
         let times = ids.chunks_exact(unit).take_while(|chunk| *chunk == first).count();
-        if times >= 2 && times * unit > longest && is_update(first, names, threaded) {
-            longest = times * unit;
+        if times >= 2 {
+            longest = longest.max(times * unit);
         }
     }
     longest
@@ -362,7 +368,7 @@ fn unique_beginning(ids: &[OpId]) -> Vec<OpId> {
         alike[at] = length;
     }
     let longest = alike.into_iter().max().unwrap_or(0);
-    ids.iter().copied().take(longest + 1).collect()
+    ids.iter().copied().take((longest + 1).min(BEGINNING_MAX)).collect()
 }
 
 /// The last place at or after `from` where `wanted` is.
