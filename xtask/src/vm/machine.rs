@@ -133,7 +133,7 @@ pub fn boot(kernel: Kernel, image: &Path, system: &Path, tests: &Tests) -> anyho
     });
     let mut file = File::create(&report.log)?;
     while let Ok(line) = lines.recv_timeout(PATIENCE.saturating_sub(start.elapsed())) {
-        writeln!(file, "{line}")?;
+        writeln!(file, "{:7.2} {line}", start.elapsed().as_secs_f64())?;
         report.hear(&line);
     }
     report.took = start.elapsed();
