@@ -13,8 +13,8 @@
 //! ever accesses, that could have been a block's that was done with, that is initialised twice, that is never freed.
 //!
 //! A finding says for how many operators how many bytes were wasted. Findings of one pattern around one operator are a
-//! group: what one change of the program would repair. A group says what the peak of its pool would have been without
-//! them, which is exact (see `profile`).
+//! group: what one change of the program would repair. A finding and a group say what the peak of their pool would have
+//! been without them, which is exact (see `profile`).
 //!
 //! Nothing can be said where no accesses are seen, and nothing is said.
 
@@ -160,6 +160,9 @@ pub struct Finding {
     /// Redundant: the block that could have been used instead.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub instead_of: Option<AllocationId>,
+    /// In reports: the peak of the pool without this one finding.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub peak_without: Option<u64>,
 }
 
 /// A point in the life of a block.

@@ -188,6 +188,7 @@ mod tests {
             operators: to.call - from.call - 1,
             wasted: size,
             instead_of: (pattern == Pattern::RedundantAllocation).then_some(AllocationId(3)),
+            peak_without: None,
         }
     }
 

@@ -7,7 +7,7 @@ use rustc_hash::FxHashMap;
 
 use crate::model::{Access, AccessKind, AllocationId, DeviceId, DevicePtr, Name, Nanos, Pool, Tgid, Tid};
 
-use super::profile::{Mark, Profile, Timeline};
+use super::profile::{Mark, Profile, Stamp, Stretch, Timeline};
 use super::{Config, EXAMPLES, Finding, Group, Moment, Pattern, PoolReport, Rules};
 
 const POOLS: usize = Pool::ALL.len();
@@ -68,9 +68,15 @@ struct At {
     before: u64,
     operators: u64,
     time: Nanos,
+    /// On the timeline of the block, once that is known.
+    stamp: Option<Stamp>,
 }
 
 impl At {
+    fn stamped(self, stamp: Stamp) -> Self {
+        At { stamp: Some(stamp), ..self }
+    }
+
     fn moment(self) -> Moment {
         Moment { call: self.call, timestamp_ns: self.time }
     }
@@ -112,7 +118,7 @@ struct Tally {
     operators: Option<(u64, u64)>,
     wasted: u64,
     /// Costliest first.
-    examples: Vec<Finding>,
+    examples: Vec<(Finding, Option<Stretch>)>,
 }
 
 /// A block that may prove redundant, when one that was done with before it was allocated is freed.
@@ -124,7 +130,7 @@ struct Reusable {
     site: u32,
     alloc: At,
     allocated: Mark,
-    freed: Option<(Mark, At)>,
+    freed: Option<(Mark, At, Option<Stretch>)>,
 }
 
 pub(super) struct Allocation {
@@ -317,11 +323,12 @@ impl Process {
                 before: operator.number - 1,
                 operators: operator.number,
                 time,
+                stamp: None,
             },
             None => {
                 self.calls[pool as usize] += 1;
                 let call = self.calls[pool as usize];
-                At { call, before: self.operators, operators: self.operators, time }
+                At { call, before: self.operators, operators: self.operators, time, stamp: None }
             }
         }
     }
@@ -343,6 +350,7 @@ impl Process {
 
         let region_index = self.region(pool, device);
         let region = &mut self.regions[region_index as usize];
+        let at = at.stamped(region.timeline.next());
         region.blocks += 1;
         let site = region.site(op);
         self.blocks.last_number += 1;
@@ -393,6 +401,7 @@ impl Process {
             return;
         }
         let mut judge = Judge { tgid: self.tgid, config: &self.config, region, found };
+        let at = at.stamped(judge.region.timeline.now());
         judge.access(block, at, self.last_free[pool as usize]);
         if matches!(self.config.rules, Rules::Drgpum { .. }) {
             judge.write(block, access, at, initialises);
@@ -420,6 +429,7 @@ impl Process {
         region.timeline.remove(block.size);
         if block.size >= self.config.min_bytes {
             let mut judge = Judge { tgid: self.tgid, config: &self.config, region, found };
+            let at = at.stamped(judge.region.timeline.now());
             judge.free(block, at, last_alloc);
         }
     }
@@ -456,9 +466,10 @@ impl Process {
         let Some(block) = self.remove(slot) else { return };
         let region = &mut self.regions[block.region as usize];
         let call = self.calls[region.pool as usize];
-        let at = At { call, before: self.operators, operators: self.operators, time: self.now };
+        let (before, operators, time) = (self.operators, self.operators, self.now);
         region.timeline.remove(block.size);
         if block.size >= self.config.min_bytes {
+            let at = At { call, before, operators, time, stamp: Some(region.timeline.now()) };
             let mut judge = Judge { tgid: self.tgid, config: &self.config, region, found };
             judge.end(block, at);
         }
@@ -624,7 +635,11 @@ impl Region {
                     wasted: tally.wasted,
                     peak_without,
                     saved_at_peak: peak_bytes.saturating_sub(peak_without),
-                    examples: tally.examples.clone(),
+                    examples: tally
+                        .examples
+                        .iter()
+                        .map(|(finding, stretch)| self.example(finding, *stretch))
+                        .collect(),
                 }
             })
             .collect();
@@ -646,11 +661,23 @@ impl Region {
     }
 }
 
+impl Region {
+    /// A finding with the peak as it would be without it.
+    fn example(&self, finding: &Finding, stretch: Option<Stretch>) -> Finding {
+        let peak_without = stretch.map(|stretch| self.timeline.peak_without(stretch, finding.size));
+        Finding { peak_without, ..finding.clone() }
+    }
+
+    fn stretch(&self, from: At, to: At) -> Option<Stretch> {
+        Some(self.timeline.stretch(from.stamp?, to.stamp?))
+    }
+}
+
 impl Reusable {
     fn release(self, sites: &mut [Site]) {
         let profile = &mut sites[self.site as usize].groups[Pattern::RedundantAllocation as usize].profile;
         profile.release(self.allocated);
-        if let Some((mark, _)) = self.freed {
+        if let Some((mark, ..)) = self.freed {
             profile.release(mark);
         }
     }
@@ -767,10 +794,11 @@ impl Judge<'_> {
         let Some(other) = alike.remove(found) else { return };
         let profile = &mut sites[other.site as usize].groups[Pattern::RedundantAllocation as usize].profile;
         profile.waste(other.allocated, block.size, timeline);
-        let mut to = at;
-        if let Some((freed, when)) = other.freed {
+        let (mut to, mut stretch) =
+            (at, other.alloc.stamp.zip(at.stamp).map(|(from, to)| timeline.stretch(from, to)));
+        if let Some((freed, when, whole)) = other.freed {
             profile.restore(freed, block.size, timeline);
-            to = when;
+            (to, stretch) = (when, whole);
         }
         let finding = Finding {
             pattern: Pattern::RedundantAllocation,
@@ -787,10 +815,11 @@ impl Judge<'_> {
             operators: operators_between(other.alloc, to),
             wasted: 0,
             instead_of: block.id,
+            peak_without: None,
         };
         let site = other.site;
         other.release(&mut self.region.sites);
-        self.report(site, finding);
+        self.report(site, finding, stretch);
     }
 
     /// The block is no longer: its marks go, but for what may yet prove redundant.
@@ -801,7 +830,8 @@ impl Judge<'_> {
             && let Some(own) = alike.iter_mut().find(|own| own.number == block.number)
         {
             let group = &mut sites[own.site as usize].groups[Pattern::RedundantAllocation as usize];
-            own.freed = Some((group.profile.mark(timeline), at));
+            let whole = own.alloc.stamp.zip(at.stamp).map(|(from, to)| timeline.stretch(from, to));
+            own.freed = Some((group.profile.mark(timeline), at, whole));
         }
     }
 
@@ -847,11 +877,13 @@ impl Judge<'_> {
             operators: operators_between(from, to),
             wasted: 0,
             instead_of: None,
+            peak_without: None,
         };
-        self.report(block.site, finding);
+        let stretch = self.region.stretch(from, to).filter(|_| pattern != Pattern::DeadWrite);
+        self.report(block.site, finding, stretch);
     }
 
-    fn report(&mut self, site: u32, mut finding: Finding) {
+    fn report(&mut self, site: u32, mut finding: Finding, stretch: Option<Stretch>) {
         let site = &mut self.region.sites[site as usize];
         finding.op = site.op.clone();
         finding.wasted = finding.size.saturating_mul(finding.operators);
@@ -863,10 +895,10 @@ impl Judge<'_> {
         let (min, max) = group.operators.unwrap_or((finding.operators, finding.operators));
         group.operators = Some((min.min(finding.operators), max.max(finding.operators)));
         let cost = |finding: &Finding| Reverse((finding.wasted, finding.size));
-        let place = group.examples.partition_point(|known| cost(known) <= cost(&finding));
+        let place = group.examples.partition_point(|(known, _)| cost(known) <= cost(&finding));
         if place < EXAMPLES {
             group.examples.truncate(EXAMPLES - 1);
-            group.examples.insert(place, finding);
+            group.examples.insert(place, (finding, stretch));
         }
     }
 }

@@ -15,6 +15,23 @@ pub(super) struct Timeline {
     summits: Vec<(u64, i64)>,
 }
 
+/// A moment of a timeline.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Stamp {
+    moment: u64,
+    /// The peak until then.
+    peak: i64,
+}
+
+/// A time for which some bytes may have been wasted.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Stretch {
+    /// The peaks before and within.
+    before: i64,
+    within: i64,
+    until: u64,
+}
+
 /// More than any block is: keeps sums of sizes that a target made up within their type.
 const SIZE_MAX: u64 = 1 << 50;
 
@@ -29,6 +46,27 @@ impl Timeline {
 
     pub fn peak(&self) -> u64 {
         bytes(self.peak)
+    }
+
+    pub fn now(&self) -> Stamp {
+        Stamp { moment: self.moment, peak: self.peak }
+    }
+
+    /// Of the change that comes next.
+    pub fn next(&self) -> Stamp {
+        Stamp { moment: self.moment + 1, ..self.now() }
+    }
+
+    /// The time from one moment until another, which is now.
+    pub fn stretch(&self, from: Stamp, to: Stamp) -> Stretch {
+        let within = self.peak_after(from.moment.saturating_sub(1)).unwrap_or(0);
+        Stretch { before: from.peak, within, until: to.moment }
+    }
+
+    /// The peak without so many bytes for that time alone.
+    pub fn peak_without(&self, stretch: Stretch, size: u64) -> u64 {
+        let after = self.peak_after(stretch.until.saturating_sub(1)).unwrap_or(0);
+        bytes(stretch.before.max(stretch.within.saturating_sub(signed(size))).max(after))
     }
 
     fn set(&mut self, live: i64) {

@@ -392,6 +392,15 @@ proptest! {
                     .collect();
                 prop_assert_eq!(group.findings, members.len() as u64);
                 prop_assert_eq!(group.peak_without, oracle.peak(&members), "{:?}", group);
+                for example in &group.examples {
+                    let id = example.allocation_id.map_or(0, |id| id.0);
+                    let times = (example.from.timestamp_ns.0, example.to.timestamp_ns.0);
+                    let one = members.iter().find(|(_, _, member, range, _)| {
+                        *member == id && (time(range.start), time(range.end)) == times
+                    });
+                    let expected = one.map(|one| oracle.peak(&[one]));
+                    prop_assert_eq!(example.peak_without, expected, "{:?}", example);
+                }
             }
             expected.retain(|(pattern, ..)| *pattern != Pattern::RedundantAllocation);
             prop_assert_eq!(report.peak_without, oracle.peak(&expected.iter().collect::<Vec<_>>()));
