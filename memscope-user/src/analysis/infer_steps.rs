@@ -3,7 +3,7 @@
 //! Training loops are known by their optimizer ([`training`]), other loops by their repetition ([`repetition`]). Where
 //! a step begins is known only later: when the backward of the next step begins, or with the operator after the pause.
 //! So that blocks get their right steps all the same, events are held back until then, and go on with an
-//! [`EventKind::StepInferred`] between them: at the longest pause between the two operators.
+//! [`EventKind::StepInferred`] between them: at the pause between the two operators that is usually the longest.
 //!
 //! Held are the events since the last backward, and in the beginning those since the first operator of a process that is
 //! seen from its start: so its first step is found too. At most [`HELD_MAX`] events of a process, and, live, none for
@@ -23,7 +23,7 @@ use rustc_hash::FxHashMap;
 
 use crate::model::{Basis, Event, EventKind, Inferred, Name, Nanos, StepRule, StepsFrom, Tgid, Tid};
 
-use ops::{Names, Op, OpId, Pauses, pause};
+use ops::{Mean, Names, Op, OpId, Pauses, pause};
 use repetition::Repetition;
 use training::Training;
 
@@ -35,6 +35,9 @@ const OPERATORS_SURE: u64 = 2048;
 const OPERATORS_SOME: u64 = 256;
 const PERIODS_SURE: usize = 16;
 const PENDING_MAX: usize = 4096;
+
+/// Kinds of events between steps that are told apart.
+const GAPS_MAX: usize = 4096;
 
 /// Kinds of periods that are counted.
 const SIGNATURES_MAX: usize = 64;
@@ -65,8 +68,13 @@ struct Process {
     /// Beginnings of steps by repetition, by operator and signature, as long as it is not sure.
     pending: Vec<(u64, u64)>,
     held: VecDeque<Held>,
+    /// Pauses before the events between two steps.
+    gaps: FxHashMap<Like, Mean>,
     periods: Periods,
 }
+
+/// What makes events alike: the kind, and bytes.
+type Like = (std::mem::Discriminant<EventKind>, u64);
 
 #[derive(Debug)]
 struct Held {
@@ -245,13 +253,20 @@ impl Process {
             None if self.periods.basis.is_some() => 0,
             None => return,
         };
-        let pause_before = |index: usize| {
-            let time = |index: usize| self.held.get(index).map_or(0, |held: &Held| held.event.time.0);
-            index.checked_sub(1).map_or(0, |before| time(index).saturating_sub(time(before)))
-        };
         let since = self.held.range(..at).rposition(|held| held.operator.is_some()).map_or(0, |op| op + 1);
-        let place =
-            (since..=at).max_by_key(|index| (pause_before(*index), std::cmp::Reverse(*index))).unwrap_or(at);
+        for index in since.max(1)..=at {
+            let [before, event] = [index - 1, index].map(|index| &self.held[index].event);
+            let like = like(&event.kind);
+            if self.gaps.len() < GAPS_MAX || self.gaps.contains_key(&like) {
+                self.gaps.entry(like).or_default().add(pause(before.time, event.time));
+            }
+        }
+        let usual = |index: &usize| {
+            let mean = self.held.get(*index).and_then(|held| self.gaps.get(&like(&held.event.kind)));
+            mean.map_or(0.0, |mean| mean.get())
+        };
+        let longest = |a: &usize, b: &usize| usual(a).total_cmp(&usual(b)).then(b.cmp(a));
+        let place = (since..=at).max_by(longest).unwrap_or(at);
         out.extend(self.held.drain(..place).map(|held| held.event));
         let Some(next) = self.held.front() else { return };
         let (time, tgid) = (next.event.time, next.event.tgid);
@@ -277,6 +292,15 @@ impl Process {
             out.push(Event { time, tgid, tid, kind: EventKind::StepsRetracted });
         }
     }
+}
+
+fn like(kind: &EventKind) -> Like {
+    let size = match kind {
+        EventKind::Alloc(alloc) => alloc.size,
+        EventKind::Free(free) => free.size.unwrap_or(0),
+        _ => 0,
+    };
+    (std::mem::discriminant(kind), size)
 }
 
 impl Periods {
