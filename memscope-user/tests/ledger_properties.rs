@@ -274,15 +274,20 @@ proptest! {
             .iter()
             .filter_map(|(id, life)| match life.end {
                 End::Judged { at, ended } if life.step >= 2 && ended > life.step => {
-                    let longest = lives
-                        .values()
-                        .filter(|other| other.step >= 1 && alike(life, other))
-                        .filter_map(|other| match other.end {
+                    let longest_of = |counts: &dyn Fn(&Life) -> bool| {
+                        let held = lives.values().filter(|other| counts(other)).filter_map(|other| match other.end {
                             End::Freed { at: freed, ended } if freed < at => Some(ended.saturating_sub(other.step)),
                             _ => None,
-                        })
-                        .max()
-                        .unwrap_or(0);
+                        });
+                        held.max().unwrap_or(0)
+                    };
+                    // Where its like was never freed late, blocks of the first step tell, whatever their operator.
+                    let longest = match longest_of(&|other| other.step >= 1 && alike(life, other)) {
+                        0 => longest_of(&|other| {
+                            other.step == 1 && other.device == life.device && other.class == life.class
+                        }),
+                        longest => longest,
+                    };
                     (ended - life.step > longest).then_some(*id)
                 }
                 _ => None,
