@@ -2,11 +2,11 @@
 
 use core::ffi::c_void;
 
-use memscope_ebpf::{Call, InFlight, NO_ARG, flags, kind, ret};
+use memscope_ebpf::{ApiCall, Enter, InFlight, NO_ARG, NO_SITE, Return, flags, kind, ret};
 
 use crate::{
     regs::{Regs, choose},
-    site::{Hit, IN_FLIGHT, reserve},
+    site::{API_CALLS, Hit, IN_FLIGHT, reserve},
     user,
 };
 
@@ -22,15 +22,35 @@ pub extern "C" fn enter(ctx: *mut c_void) -> u32 {
 
 #[inline(always)]
 fn send_enter(hit: &Hit, regs: Regs) {
-    let Some(mut entry) = hit.reserve::<Call>() else { return };
-    entry.write(Call {
-        header: hit.header(kind::ENTER, 0),
-        args: regs.args(),
-        ret: 0,
-        out: 0,
-        extra: [0; 4],
-    });
+    let Some(mut entry) = hit.reserve::<Enter>() else { return };
+    entry.write(Enter { header: hit.header(kind::ENTER, 0), args: regs.first_args() });
     hit.submit(entry);
+}
+
+/// Entry of a runtime call `(void **out, u64 size, ...)` above the driver: noted for the driver's record, not sent.
+#[unsafe(no_mangle)]
+#[unsafe(link_section = "uprobe")]
+pub extern "C" fn annotate(ctx: *mut c_void) -> u32 {
+    if let Some(hit) = Hit::entry(ctx) {
+        let regs = Regs::new(ctx);
+        let call =
+            ApiCall { out: regs.arg::<0>(), asked: regs.arg::<1>(), sp: regs.sp(), site: hit.index as u64 };
+        match API_CALLS.get_ptr_mut(hit.pid_tgid) {
+            // SAFETY: the element is this thread's own: no one else changes it while the program runs.
+            Some(last) => unsafe {
+                // Calls nest with the same out-pointer: the outermost is the one the program made.
+                if (*last).out != call.out || (*last).sp <= call.sp {
+                    *last = call;
+                }
+            },
+            None => {
+                if API_CALLS.insert(hit.pid_tgid, call, 0).is_err() {
+                    hit.map_full();
+                }
+            }
+        }
+    }
+    0
 }
 
 /// Entry of a call whose result is wanted: keeps the arguments for [`leave`].
@@ -38,32 +58,38 @@ fn send_enter(hit: &Hit, regs: Regs) {
 #[unsafe(link_section = "uprobe")]
 pub extern "C" fn keep(ctx: *mut c_void) -> u32 {
     if let Some(hit) = Hit::entry(ctx) {
-        let regs = Regs::new(ctx);
-        keep_call(&hit, &InFlight { args: regs.args(), extra: [0; 4], flags: 0 });
+        keep_call(&hit, &InFlight { args: Regs::new(ctx).first_args(), flags: 0, active: 1 });
     }
     0
 }
 
-/// As [`keep`], with the first 32 bytes that an argument points to (it may be gone by the return).
+/// As [`keep`], with the first 16 bytes that an argument points to in place of the last two arguments: they may be
+/// gone by the return.
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "uprobe")]
 pub extern "C" fn keep_struct(ctx: *mut c_void) -> u32 {
     if let Some(hit) = Hit::entry(ctx) {
         let regs = Regs::new(ctx);
-        let mut call = InFlight { args: regs.args(), extra: [0; 4], flags: 0 };
-        // SAFETY: `extra` is a local array of integers.
-        if !unsafe { user::read_into(&raw mut call.extra, regs.arg_at(hit.site.arg)) } {
-            call.flags = flags::UNREADABLE as u64;
-        }
-        keep_call(&hit, &call);
+        let mut words = [0u64; 2];
+        // SAFETY: `words` is a local array of integers.
+        let read = unsafe { user::read_into(&raw mut words, regs.arg_at(hit.site.arg)) };
+        let args = [regs.arg::<0>(), regs.arg::<1>(), words[0], words[1]];
+        let flags = if read { 0 } else { flags::UNREADABLE as u32 };
+        keep_call(&hit, &InFlight { args, flags, active: 1 });
     }
     0
 }
 
 #[inline(always)]
 fn keep_call(hit: &Hit, call: &InFlight) {
-    if IN_FLIGHT.insert(hit.key(), call, 0).is_err() {
-        hit.map_full();
+    match IN_FLIGHT.get_ptr_mut(hit.key()) {
+        // SAFETY: the element is this thread's own: no one else changes it while the program runs.
+        Some(kept) => unsafe { *kept = *call },
+        None => {
+            if IN_FLIGHT.insert(hit.key(), call, 0).is_err() {
+                hit.map_full();
+            }
+        }
     }
 }
 
@@ -72,42 +98,50 @@ fn keep_call(hit: &Hit, call: &InFlight) {
 #[unsafe(link_section = "uretprobe")]
 pub extern "C" fn leave(ctx: *mut c_void) -> u32 {
     if let Some(hit) = Hit::on_return(ctx) {
-        let key = hit.key();
-        // SAFETY: the entry is this thread's own: no one else changes it while the program runs.
-        match unsafe { IN_FLIGHT.get(key) } {
-            Some(call) => send_leave(&hit, call, Regs::new(ctx).ret()),
-            None => hit.unmatched(),
+        match IN_FLIGHT.get_ptr_mut(hit.key()) {
+            // SAFETY: as in `keep_call`.
+            Some(call) if unsafe { (*call).active } == 1 => unsafe {
+                (*call).active = 0;
+                send_leave(&hit, call, Regs::new(ctx).ret());
+            },
+            _ => hit.unmatched(),
         }
-        let _ = IN_FLIGHT.remove(key);
     }
     0
 }
 
+/// # Safety
+/// `call` is an element of `IN_FLIGHT` that belongs to this thread.
 #[inline(always)]
-fn send_leave(hit: &Hit, call: &InFlight, value: u64) {
-    let Some(mut entry) = hit.reserve::<Call>() else { return };
+unsafe fn send_leave(hit: &Hit, call: *const InFlight, value: u64) {
+    let Some(mut entry) = hit.reserve::<Return>() else { return };
     let record = entry.as_mut_ptr();
-    let mut flags = call.flags as u16;
-    let failed = if hit.site.ret == ret::IS_RESULT { value == 0 } else { value as i32 != 0 };
-    if failed {
-        flags |= flags::FAILED;
-    }
-    // SAFETY: `record` is the reserved entry; every field is written before it is submitted.
+    // SAFETY: the caller's promise; `record` is the reserved entry, and every field is written before it is submitted.
     unsafe {
-        (*record).args = call.args;
-        (*record).extra = call.extra;
-        (*record).ret = value;
-        (*record).out = 0;
-        if hit.site.ret == ret::IS_RESULT {
-            (*record).out = value;
-        } else if !failed && hit.site.out != NO_ARG {
-            let address = choose(call.args, hit.site.out);
-            if !user::read_into(&raw mut (*record).out, address) {
+        let mut flags = (*call).flags as u16;
+        let failed = if hit.site.ret == ret::IS_RESULT { value == 0 } else { value as i32 != 0 };
+        let args = (*call).args;
+        (*record).args = args;
+        (*record).result = value;
+        if failed {
+            flags |= flags::FAILED;
+        } else if hit.site.out != NO_ARG {
+            if !user::read_into(&raw mut (*record).result, choose(args, hit.site.out)) {
                 flags |= flags::UNREADABLE;
             }
         }
         if flags & flags::UNREADABLE != 0 {
             hit.unreadable();
+        }
+        (*record).asked = 0;
+        (*record).api = NO_SITE;
+        (*record).reserved = 0;
+        if let Some(api) = API_CALLS.get_ptr_mut(hit.pid_tgid)
+            && (*api).out == args[0]
+        {
+            (*record).asked = (*api).asked;
+            (*record).api = (*api).site as u32;
+            (*api).out = 0;
         }
         (*record).header = hit.header(kind::RETURN, flags);
     }
@@ -120,16 +154,17 @@ fn send_leave(hit: &Hit, call: &InFlight, value: u64) {
 pub extern "C" fn value(ctx: *mut c_void) -> u32 {
     if let Some(hit) = Hit::on_return(ctx) {
         // Not an event of its own: without it, its range is found by nesting.
-        let Some(mut entry) = reserve::<Call>() else {
+        let Some(mut entry) = reserve::<Return>() else {
             hit.unmatched();
             return 0;
         };
-        entry.write(Call {
+        entry.write(Return {
             header: hit.header(kind::RETURN, 0),
-            args: [0; 6],
-            ret: Regs::new(ctx).ret(),
-            out: 0,
-            extra: [0; 4],
+            args: [0; 4],
+            result: Regs::new(ctx).ret(),
+            asked: 0,
+            api: NO_SITE,
+            reserved: 0,
         });
         hit.submit(entry);
     }

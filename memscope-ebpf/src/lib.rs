@@ -7,14 +7,16 @@
 
 /// Changes whenever a layout below changes. The object embedded in the tool always matches; the number is
 /// there for recorded streams.
-pub const WIRE_VERSION: u32 = 1;
+pub const WIRE_VERSION: u32 = 2;
 
 /// Sites that can be attached at one time.
 pub const MAX_SITES: u32 = 4096;
 /// Processes that can be followed at one time.
 pub const MAX_TARGETS: u32 = 16384;
-/// Calls that can be between entry and return at one time, over all threads.
+/// Calls that can be between entry and return at one time, over all threads. Beyond, the oldest are forgotten.
 pub const MAX_IN_FLIGHT: u32 = 16384;
+/// Threads of which the runtime call above the driver's is remembered. Beyond, the oldest are forgotten.
+pub const MAX_THREADS: u32 = 16384;
 /// Bytes of a name record's text; longer texts are cut and flagged.
 pub const NAME_LEN: usize = 104;
 /// Bytes of a mark record's text.
@@ -23,7 +25,7 @@ pub const MARK_LEN: usize = 256;
 pub const DOMAIN_LEN: usize = 32;
 
 /// Integer and pointer arguments kept of a call.
-pub const ARGS: usize = 6;
+pub const ARGS: usize = 4;
 
 /// What a site's programs read. An element of the map `SITES`, indexed by the attach cookie.
 #[repr(C)]
@@ -51,6 +53,8 @@ pub struct Site {
 }
 
 pub const SITE_ANY: u32 = u32::MAX;
+/// No site.
+pub const NO_SITE: u32 = u32::MAX;
 pub const NO_ARG: u8 = u8::MAX;
 
 /// Values of `TARGETS`, the verdict on a process. A process without an entry is observed at [`SITE_ANY`]
@@ -76,9 +80,9 @@ pub struct Counters {
     pub hits: u64,
     /// Records that found no room in the ring buffer.
     pub ring_full: u64,
-    /// Calls whose entry could not be kept (`IN_FLIGHT` full): their return is not reported.
+    /// Calls whose entry could not be kept: their return is not reported.
     pub map_full: u64,
-    /// Returns without a kept entry (the call began before attach, or its entry was lost), and return values
+    /// Returns without a kept entry (the call began before attach, or its entry was forgotten), and return values
     /// that found no room.
     pub unmatched: u64,
     /// Records sent with [`flags::UNREADABLE`].
@@ -87,9 +91,9 @@ pub struct Counters {
 
 /// Kinds of records.
 pub mod kind {
-    /// [`Call`](super::Call): a function was entered.
+    /// [`Enter`](super::Enter): a function was entered.
     pub const ENTER: u16 = 1;
-    /// [`Call`](super::Call): a function returned; carries what was kept at entry.
+    /// [`Return`](super::Return): a function returned; carries what was kept at entry.
     pub const RETURN: u16 = 2;
     /// [`Name`](super::Name).
     pub const NAME: u16 = 3;
@@ -127,18 +131,28 @@ pub struct Header {
     pub flags: u16,
 }
 
+/// With the ring buffer's own 8 bytes, one cache line: what a record costs is above all the lines it touches.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Call {
+pub struct Enter {
     pub header: Header,
     /// Integer arguments at entry. Upper halves of 32-bit arguments are undefined.
     pub args: [u64; ARGS],
-    /// Return value (RETURN only).
-    pub ret: u64,
-    /// What the out-pointer held, or 0.
-    pub out: u64,
-    /// The first 32 bytes that `Site::arg` pointed to at entry, where the program reads a structure.
-    pub extra: [u64; 4],
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Return {
+    pub header: Header,
+    /// Integer arguments at entry. Where the program reads a structure, the last two are its first 16 bytes.
+    pub args: [u64; ARGS],
+    /// What the out-pointer held; without one, or with [`flags::FAILED`], the value returned.
+    pub result: u64,
+    /// Bytes that the runtime call above was asked for.
+    pub asked: u64,
+    /// Site of the runtime call above, which was given the same out-pointer; [`NO_SITE`]: none.
+    pub api: u32,
+    pub reserved: u32,
 }
 
 /// A text by its address in an argument: an operator's or a kernel's name.
@@ -177,20 +191,35 @@ pub struct Report {
     pub words: [u64; 7],
 }
 
-/// What is kept of a call between its entry and its return.
+/// What is kept of a call between its entry and its return. Elements stay when the call is over: writing into one
+/// that is there costs a third of making and deleting it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct InFlight {
     pub args: [u64; ARGS],
-    pub extra: [u64; 4],
-    pub flags: u64,
+    pub flags: u32,
+    /// 1 from entry to return.
+    pub active: u32,
 }
 
-/// Key of `IN_FLIGHT`: layers nest (`aclrtMalloc` calls `rtMalloc` calls `halMemAlloc`), so each has its own.
+/// Key of `IN_FLIGHT`: probed calls nest (`aclrtCreateContext` calls `halMemAlloc`), so each has its own.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct InFlightKey {
     pub pid_tgid: u64,
+    pub site: u64,
+}
+
+/// The last runtime call of a thread that may reach the driver. An element of `API_CALLS`, by `pid_tgid`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ApiCall {
+    /// Its out-pointer, which it hands down to the driver; 0 once a driver's call was ascribed to it.
+    pub out: u64,
+    /// Bytes it was asked for.
+    pub asked: u64,
+    /// Stack pointer at its entry: a call inside it has a lower one.
+    pub sp: u64,
     pub site: u64,
 }
 
@@ -223,6 +252,6 @@ pub unsafe trait Plain: Copy + 'static {
 }
 
 wire! {
-    Site = 16, Counters = 40, Header = 24, Call = 120, Name = 176, Mark = 368, Report = 80,
-    InFlight = 88, InFlightKey = 16,
+    Site = 16, Counters = 40, Header = 24, Enter = 56, Return = 80, Name = 176, Mark = 368, Report = 80,
+    InFlight = 40, InFlightKey = 16, ApiCall = 32,
 }

@@ -4,6 +4,9 @@ use core::ffi::c_void;
 
 use memscope_ebpf::ARGS;
 
+/// Integer arguments that are passed in registers, as far as both machines have them.
+const IN_REGISTERS: usize = 6;
+
 /// The context of a uprobe program: `struct pt_regs` (x86_64) or `struct user_pt_regs` (aarch64).
 #[derive(Clone, Copy)]
 pub struct Regs(*const u64);
@@ -11,7 +14,7 @@ pub struct Regs(*const u64);
 #[cfg(bpf_target_arch = "x86_64")]
 mod layout {
     /// Indices of rdi, rsi, rdx, rcx, r8, r9 in `struct pt_regs`.
-    pub const ARGS: [usize; 6] = [14, 13, 12, 11, 9, 8];
+    pub const ARGS: [usize; super::IN_REGISTERS] = [14, 13, 12, 11, 9, 8];
     /// rax.
     pub const RET: usize = 10;
     /// rsp.
@@ -20,7 +23,7 @@ mod layout {
 
 #[cfg(bpf_target_arch = "aarch64")]
 mod layout {
-    pub const ARGS: [usize; 6] = [0, 1, 2, 3, 4, 5];
+    pub const ARGS: [usize; super::IN_REGISTERS] = [0, 1, 2, 3, 4, 5];
     pub const RET: usize = 0;
     pub const SP: usize = 31;
 }
@@ -37,12 +40,18 @@ impl Regs {
         unsafe { *self.0.add(layout::ARGS[N]) }
     }
 
-    /// All arguments.
+    /// The arguments that records carry.
+    #[inline(always)]
+    pub fn first_args(self) -> [u64; ARGS] {
+        [self.arg::<0>(), self.arg::<1>(), self.arg::<2>(), self.arg::<3>()]
+    }
+
+    /// All arguments in registers.
     ///
     /// Loaded one by one, whichever is wanted: a load from "context plus something" is refused by the verifier,
     /// and that is what a choice between loads is compiled to.
     #[inline(always)]
-    pub fn args(self) -> [u64; ARGS] {
+    fn args(self) -> [u64; IN_REGISTERS] {
         let load = |n: usize| {
             // SAFETY: as in `arg`.
             unsafe { self.0.add(layout::ARGS[n]).read_volatile() }
@@ -69,16 +78,15 @@ impl Regs {
     }
 }
 
-/// One of the arguments, by comparing: the stack of a BPF program has no computed addresses before 5.12.
+/// One of the arguments (the last, for a number beyond), by comparing: the stack of a BPF program has no computed
+/// addresses before 5.12.
 #[inline(always)]
-pub fn choose(args: [u64; ARGS], n: u8) -> u64 {
-    let [a, b, c, d, e, f] = args;
-    match n {
-        0 => a,
-        1 => b,
-        2 => c,
-        3 => d,
-        4 => e,
-        _ => f,
+pub fn choose<const N: usize>(args: [u64; N], n: u8) -> u64 {
+    let mut chosen = args[N - 1];
+    for (i, arg) in args.into_iter().enumerate() {
+        if n as usize == i {
+            chosen = arg;
+        }
     }
+    chosen
 }

@@ -9,10 +9,11 @@ use aya_ebpf::{
         generated::{bpf_get_attach_cookie, bpf_ktime_get_ns},
     },
     macros::map,
-    maps::{Array, HashMap, PerCpuArray, RingBuf, ring_buf::RingBufEntry},
+    maps::{Array, HashMap, LruHashMap, PerCpuArray, RingBuf, ring_buf::RingBufEntry},
 };
 use memscope_ebpf::{
-    Counters, Header, InFlight, InFlightKey, MAX_IN_FLIGHT, MAX_SITES, MAX_TARGETS, SITE_ANY, Site, verdict,
+    ApiCall, Counters, Header, InFlight, InFlightKey, MAX_IN_FLIGHT, MAX_SITES, MAX_TARGETS, MAX_THREADS,
+    SITE_ANY, Site, verdict,
 };
 
 /// The size is set by the loader.
@@ -25,7 +26,9 @@ static COUNTERS: PerCpuArray<Counters> = PerCpuArray::with_max_entries(MAX_SITES
 #[map]
 pub static TARGETS: HashMap<u32, u32> = HashMap::with_max_entries(MAX_TARGETS, 0);
 #[map]
-pub static IN_FLIGHT: HashMap<InFlightKey, InFlight> = HashMap::with_max_entries(MAX_IN_FLIGHT, 0);
+pub static IN_FLIGHT: LruHashMap<InFlightKey, InFlight> = LruHashMap::with_max_entries(MAX_IN_FLIGHT, 0);
+#[map]
+pub static API_CALLS: LruHashMap<u64, ApiCall> = LruHashMap::with_max_entries(MAX_THREADS, 0);
 
 /// One hit of a site by an observed process.
 pub struct Hit {

@@ -31,7 +31,7 @@ use crate::{
     collect::decode::{Decoder, Notice},
     dump::{Caller, Format, OutputError, Pipeline, Place, rows_of},
     model::{Change, DeviceId, Event, EventKind, Nanos, StepRule, Tgid},
-    probes::catalogue::{CATALOGUE, Class},
+    probes::catalogue::{CATALOGUE, Class, Shape},
     report::document::{Document, Dump, Events, Site, Target as TargetFacts, Timing, Trace},
 };
 
@@ -653,11 +653,16 @@ impl Session<'_> {
             let path = common_parent(summary.files.iter().map(|f| f.path.as_path()));
             (path, complete, reason)
         });
+        let mut received = self.decoder.received;
         let mut lost_total = 0;
         let mut sites = Vec::new();
         for (index, state) in self.attacher.sites().iter().enumerate() {
             let counters = self.attacher.counters(index);
             lost_total += lost(&counters);
+            if state.probe.shape == Shape::Annotate {
+                // These come with the driver's record.
+                received += counters.hits - counters.map_full;
+            }
             // A stand-in that was not needed is of no interest.
             if matches!(state.status, Status::Superseded(_)) && counters.hits == 0 {
                 continue;
@@ -713,7 +718,7 @@ impl Session<'_> {
         let trace = Trace {
             targets,
             sites,
-            events: Events { received: self.decoder.received, lost: lost_total },
+            events: Events { received, lost: lost_total },
             dump: dump.and_then(|(path, complete, reason)| {
                 Some(Dump { path: path?.display().to_string(), complete, reason })
             }),

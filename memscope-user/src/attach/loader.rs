@@ -9,7 +9,7 @@ use std::{
 
 use aya::maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray, RingBuf};
 use aya_obj::generated::bpf_insn;
-use memscope_ebpf::{Counters, InFlight, InFlightKey, Site};
+use memscope_ebpf::{ApiCall, Counters, InFlight, InFlightKey, Site};
 
 use super::sys;
 
@@ -72,6 +72,7 @@ pub enum Program {
     Leave,
     Value,
     Enter,
+    Annotate,
     Keep,
     KeepStruct,
     Name,
@@ -87,6 +88,7 @@ impl Program {
     fn name(self) -> &'static str {
         match self {
             Self::Enter => "enter",
+            Self::Annotate => "annotate",
             Self::Keep => "keep",
             Self::KeepStruct => "keep_struct",
             Self::Leave => "leave",
@@ -135,6 +137,7 @@ pub struct Maps {
     pub counters: PerCpuArray<MapData, Counters>,
     pub targets: HashMap<MapData, u32, u32>,
     pub in_flight: HashMap<MapData, InFlightKey, InFlight>,
+    pub api_calls: HashMap<MapData, u64, ApiCall>,
 }
 
 impl Loader {
@@ -183,7 +186,8 @@ impl Loader {
             sites: take(&mut maps, "SITES", Map::Array)?,
             counters: take(&mut maps, "COUNTERS", Map::PerCpuArray)?,
             targets: take(&mut maps, "TARGETS", Map::HashMap)?,
-            in_flight: take(&mut maps, "IN_FLIGHT", Map::HashMap)?,
+            in_flight: take(&mut maps, "IN_FLIGHT", Map::LruHashMap)?,
+            api_calls: take(&mut maps, "API_CALLS", Map::LruHashMap)?,
         };
         Ok((Self { instructions, programs: BTreeMap::new() }, maps))
     }

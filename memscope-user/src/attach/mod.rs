@@ -17,7 +17,7 @@ use std::{
 };
 
 use aya::maps::{MapData, RingBuf};
-use memscope_ebpf::{Counters, NO_ARG, SITE_ANY, Site, verdict};
+use memscope_ebpf::{ApiCall, Counters, InFlight, InFlightKey, NO_ARG, SITE_ANY, Site, verdict};
 
 pub use loader::LoadError;
 use loader::{Flavour, Loader, Maps, Program};
@@ -176,7 +176,8 @@ struct AttacherMaps {
     sites: aya::maps::Array<MapData, Site>,
     counters: aya::maps::PerCpuArray<MapData, Counters>,
     targets: aya::maps::HashMap<MapData, u32, u32>,
-    in_flight: aya::maps::HashMap<MapData, memscope_ebpf::InFlightKey, memscope_ebpf::InFlight>,
+    in_flight: aya::maps::HashMap<MapData, InFlightKey, InFlight>,
+    api_calls: aya::maps::HashMap<MapData, u64, ApiCall>,
 }
 
 /// What is known of a process's libraries.
@@ -195,7 +196,7 @@ impl Attacher {
         raise_memlock();
         let features = kernel::Features::probe();
         let (loader, maps) = Loader::new(config.ring_bytes)?;
-        let Maps { records, sites, counters, targets, in_flight } = maps;
+        let Maps { records, sites, counters, targets, in_flight, api_calls } = maps;
         let pmu = UprobePmu::find(Path::new("/sys"));
         let best = if features.uprobe_multi {
             Mechanism::UprobeMulti
@@ -223,7 +224,7 @@ impl Attacher {
         let wake_shift = (config.ring_bytes.max(64 * 1024) / 4).ilog2().min(18) as u8;
         let mut attacher = Self {
             loader,
-            maps: AttacherMaps { sites, counters, targets, in_flight },
+            maps: AttacherMaps { sites, counters, targets, in_flight, api_calls },
             mechanism,
             features,
             pmu,
@@ -291,6 +292,11 @@ impl Attacher {
             .collect();
         for key in stale {
             let _ = self.maps.in_flight.remove(&key);
+        }
+        let stale: Vec<_> =
+            self.maps.api_calls.keys().flatten().filter(|key| (key >> 32) as u32 == tgid.0).collect();
+        for key in stale {
+            let _ = self.maps.api_calls.remove(&key);
         }
         self.processes.remove(&tgid);
         self.links.remove(&Scope::Process(tgid));
@@ -600,6 +606,7 @@ const ENOTSUPP: i32 = 524;
 fn programs_of(probe: &Probe) -> Vec<Program> {
     match probe.shape {
         Shape::Enter => vec![Program::Enter],
+        Shape::Annotate => vec![Program::Annotate],
         Shape::EnterReturn { structure: NO_ARG, .. } => vec![Program::Keep, Program::Leave],
         Shape::EnterReturn { .. } => vec![Program::KeepStruct, Program::Leave],
         Shape::Report { .. } => vec![Program::Report],
@@ -617,7 +624,7 @@ fn site_of(hit: &Found, scope: Scope, wake_shift: u8, python: Option<u8>) -> Sit
     };
     let mut site = Site { tgid, out: NO_ARG, domain: NO_ARG, wake_shift, ..Site::default() };
     match hit.shape {
-        Shape::Enter | Shape::Notify => {}
+        Shape::Enter | Shape::Annotate | Shape::Notify => {}
         Shape::EnterReturn { out, ret, structure } => {
             site.out = out;
             site.ret = ret;

@@ -1,6 +1,6 @@
 //! Records become events.
 
-use memscope_ebpf::{Call, Header, Mark, Name as NameRecord, Plain, Report, flags, kind};
+use memscope_ebpf::{Enter, Header, Mark, Name as NameRecord, Plain, Report, Return, flags, kind};
 use rustc_hash::FxHashMap;
 
 use super::{
@@ -110,8 +110,6 @@ impl FirstCall {
 #[derive(Default)]
 struct ThreadState {
     device: Option<DeviceId>,
-    /// The runtime call in progress above the driver: its out-pointer, name and bytes asked.
-    api: Option<Api>,
     /// The mark that torch_npu has just passed on: its address.
     passed_on: u64,
     /// The begin of the range that is being entered is a duplicate.
@@ -121,13 +119,8 @@ struct ThreadState {
     domain: Option<Name>,
 }
 
-#[derive(Clone, Copy)]
-struct Api {
-    out: u64,
-    name: &'static str,
-    asked: u64,
-    used: bool,
-}
+/// The runtime call above the driver's: its name and bytes asked.
+type Api = Option<(&'static str, u64)>;
 
 impl Decoder {
     pub fn new(clock_offset: i64, read_text: ReadText) -> Self {
@@ -203,8 +196,14 @@ impl Decoder {
         };
         let process = self.processes.entry(tgid).or_default();
         let result = match header.kind {
-            kind::ENTER => Call::read(bytes).map(|call| process.enter(site.probe, &call)),
-            kind::RETURN => Call::read(bytes).map(|call| process.leave(site.probe, &call)),
+            kind::ENTER => Enter::read(bytes).map(|call| process.enter(site.probe, &call)),
+            kind::RETURN => {
+                let probe = site.probe;
+                Return::read(bytes).map(|call| {
+                    let api = self.sites.get(call.api as usize).map(|site| (site.probe.site, call.asked));
+                    process.leave(probe, &call, api)
+                })
+            }
             kind::NAME => NameRecord::read(bytes).map(|name| {
                 let text = text(&name.text, name.len, name.header.flags, tgid, name.address, self.read_text);
                 process.name(site.probe, &name, &text, &mut self.names)
@@ -273,7 +272,7 @@ impl ProcessState {
         }
     }
 
-    fn enter(&mut self, probe: &'static Probe, call: &Call) -> Option<EventKind> {
+    fn enter(&mut self, probe: &'static Probe, call: &Enter) -> Option<EventKind> {
         let args = &call.args;
         let tid = Tid(call.header.tid);
         Some(match probe.observes {
@@ -293,14 +292,6 @@ impl ProcessState {
                 EventKind::Map { ptr: DevicePtr(args[0]), size: args[1], handle: DevicePtr(args[3]) }
             }
             Fact::DriverUnmap => EventKind::Unmap { ptr: DevicePtr(args[0]) },
-            Fact::RuntimeAlloc => {
-                let api = &mut self.threads.entry(tid).or_default().api;
-                // Calls nest with the same out-pointer: the outermost is the one the program made.
-                if api.is_none_or(|outer| outer.out != args[0] || outer.used) {
-                    *api = Some(Api { out: args[0], name: probe.site, asked: args[1], used: false });
-                }
-                return None;
-            }
             Fact::SetDevice => self.set_device(tid, self.device(args[0] as u32)),
             Fact::SetContext => self.set_device(tid, *self.contexts.get(&args[0])?),
             Fact::AclInit => EventKind::AclInit,
@@ -311,7 +302,7 @@ impl ProcessState {
         })
     }
 
-    fn leave(&mut self, probe: &'static Probe, call: &Call) -> Option<EventKind> {
+    fn leave(&mut self, probe: &'static Probe, call: &Return, api: Api) -> Option<EventKind> {
         let args = &call.args;
         let tid = Tid(call.header.tid);
         let failed = call.header.flags & flags::FAILED != 0;
@@ -328,12 +319,12 @@ impl ProcessState {
                 };
                 let pool = if host { Pool::Host } else { Pool::Hal };
                 let device = (!host).then_some(DeviceId((flag & 0x3ff) as u16));
-                let driver = DriverAlloc { module: (flag >> 56) as u8, page, create: false, api: None };
-                self.driver_alloc(probe, call, pool, device, driver)
+                let driver = DriverAlloc { module: (flag >> 56) as u8, page, create: false, api };
+                driver_alloc(probe, call, pool, device, driver)
             }
             Fact::DriverCreate => {
                 // struct drv_mem_prop: side@0, devid@4, module_id@8, pg_type@12.
-                let [first, second, ..] = call.extra;
+                let [_, _, first, second] = call.args;
                 let known = !unreadable;
                 let side = first as u32;
                 let pool = if known && side != 1 { Pool::Host } else { Pool::Hal };
@@ -343,17 +334,17 @@ impl ProcessState {
                     2 => PageType::Giant,
                     _ => PageType::Normal,
                 };
-                let driver = DriverAlloc { module: second as u8, page, create: true, api: None };
-                self.driver_alloc(probe, call, pool, device, driver)
+                let driver = DriverAlloc { module: second as u8, page, create: true, api };
+                driver_alloc(probe, call, pool, device, driver)
             }
             Fact::RuntimeAllocCounted | Fact::RuntimeHostAllocCounted => {
                 let pool = if probe.observes == Fact::RuntimeAllocCounted { Pool::Hal } else { Pool::Host };
-                let driver = DriverAlloc { module: 33, page: PageType::Normal, create: false, api: None };
-                self.driver_alloc(probe, call, pool, None, driver)
+                let driver = DriverAlloc { module: 33, page: PageType::Normal, create: false, api };
+                driver_alloc(probe, call, pool, None, driver)
             }
             Fact::DriverRetain => {
-                if !failed && call.out != 0 && self.retained.len() < MOST {
-                    *self.retained.entry(call.out).or_default() += 1;
+                if !failed && call.result != 0 && self.retained.len() < MOST {
+                    *self.retained.entry(call.result).or_default() += 1;
                 }
                 None
             }
@@ -370,7 +361,7 @@ impl ProcessState {
                 EventKind::Alloc(Alloc {
                     pool: Pool::Mindspore,
                     device: None,
-                    ptr: DevicePtr(call.out),
+                    ptr: DevicePtr(call.result),
                     size: args[1],
                     totals: None,
                     driver: None,
@@ -381,12 +372,12 @@ impl ProcessState {
             }
             Fact::CreateContext if !failed => {
                 let device = self.device(args[1] as u32);
-                self.context_is_of(call.out, device);
+                self.context_is_of(call.result, device);
                 Some(self.set_device(tid, device))
             }
             Fact::GetContext if !failed => {
                 let device = self.threads.get(&tid)?.device?;
-                self.context_is_of(call.out, device);
+                self.context_is_of(call.result, device);
                 None
             }
             Fact::RangeStart => {
@@ -395,64 +386,21 @@ impl ProcessState {
                     return None;
                 }
                 if std::mem::take(&mut thread.duplicate) {
-                    self.ranges.mark_duplicate(call.ret);
+                    self.ranges.mark_duplicate(call.result);
                 } else {
-                    self.ranges.name(tid, through(probe), call.ret);
+                    self.ranges.name(tid, through(probe), call.result);
                 }
                 None
             }
             Fact::DomainCreate => {
                 let name = self.threads.entry(tid).or_default().domain.take()?;
-                if call.ret != 0 && self.domains.len() < MOST {
-                    self.domains.insert(call.ret, name);
+                if call.result != 0 && self.domains.len() < MOST {
+                    self.domains.insert(call.result, name);
                 }
                 None
             }
             _ => None,
         }
-    }
-
-    fn driver_alloc(
-        &mut self,
-        probe: &'static Probe,
-        call: &Call,
-        pool: Pool,
-        device: Option<DeviceId>,
-        driver: DriverAlloc,
-    ) -> Option<EventKind> {
-        let size = call.args[1];
-        let api = self
-            .threads
-            .get_mut(&Tid(call.header.tid))
-            .and_then(|thread| thread.api.as_mut())
-            .filter(|api| api.out == call.args[0])
-            .map(|api| {
-                api.used = true;
-                (api.name, api.asked)
-            });
-        if call.header.flags & flags::FAILED != 0 {
-            let code = call.ret as i32;
-            return Some(EventKind::AllocFailed(AllocFailed {
-                pool,
-                function: probe.site,
-                device,
-                size,
-                code,
-                api,
-            }));
-        }
-        // Without the address there is no block to speak of; the site counts it as unreadable.
-        if call.out == 0 {
-            return None;
-        }
-        Some(EventKind::Alloc(Alloc {
-            pool,
-            device,
-            ptr: DevicePtr(call.out),
-            size,
-            totals: None,
-            driver: Some(DriverAlloc { api, ..driver }),
-        }))
     }
 
     fn name(
@@ -584,6 +532,29 @@ impl ProcessState {
             What::BlockFree => None,
         })
     }
+}
+
+fn driver_alloc(
+    probe: &'static Probe,
+    call: &Return,
+    pool: Pool,
+    device: Option<DeviceId>,
+    driver: DriverAlloc,
+) -> Option<EventKind> {
+    let size = call.args[1];
+    if call.header.flags & flags::FAILED != 0 {
+        let (function, code, api) = (probe.site, call.result as i32, driver.api);
+        return Some(EventKind::AllocFailed(AllocFailed { pool, function, device, size, code, api }));
+    }
+    // Without the address there is no block to speak of; the site counts it as unreadable.
+    (call.result != 0).then_some(EventKind::Alloc(Alloc {
+        pool,
+        device,
+        ptr: DevicePtr(call.result),
+        size,
+        totals: None,
+        driver: Some(driver),
+    }))
 }
 
 fn free(pool: Pool, ptr: u64) -> Option<EventKind> {

@@ -118,6 +118,8 @@ pub enum Fact {
 pub enum Shape {
     /// Entry: the arguments.
     Enter,
+    /// Entry: out-pointer and bytes asked (arguments 0 and 1), which go into the record of the driver's call below.
+    Annotate,
     /// Entry and return: arguments, return value, and what the out-pointer in argument `out` holds.
     EnterReturn { out: u8, ret: u8, structure: u8 },
     /// Entry: 56 bytes that argument `arg` points to.
@@ -217,16 +219,15 @@ pub static CATALOGUE: &[Probe] = rows! {
         "halMemMap", Symbol("halMemMap"), HAL, DriverMap, Shape::Enter, ALWAYS, "";
         "halMemUnmap", Symbol("halMemUnmap"), HAL, DriverUnmap, Shape::Enter, ALWAYS, "";
 
-        // Above the driver: who asked, and for how much. Entry only; the driver's record carries the same
-        // out-pointer as argument 0.
-        "aclrtMalloc", Symbol("aclrtMalloc"), ACL, RuntimeAlloc, Shape::Enter, ALWAYS, "";
-        "aclrtMallocAlign32", Symbol("aclrtMallocAlign32"), ACL, RuntimeAlloc, Shape::Enter, ALWAYS, "CANN 7.0";
-        "aclrtMallocCached", Symbol("aclrtMallocCached"), ACL, RuntimeAlloc, Shape::Enter, ALWAYS, "";
-        "aclrtMallocWithCfg", Symbol("aclrtMallocWithCfg"), ANY, RuntimeAlloc, Shape::Enter, ALWAYS, "CANN 8.5";
-        "aclrtMallocHost", Symbol("aclrtMallocHost"), ACL, RuntimeAlloc, Shape::Enter, ALWAYS, "";
-        "aclrtMallocHostWithCfg", Symbol("aclrtMallocHostWithCfg"), ANY, RuntimeAlloc, Shape::Enter, ALWAYS, "CANN 8.5";
-        "aclrtMallocPhysical", Symbol("aclrtMallocPhysical"), ACL, RuntimeAlloc, Shape::Enter, ALWAYS, "CANN 7.0";
-        "rtMalloc", Symbol("rtMalloc"), RT, RuntimeAlloc, Shape::Enter, ALWAYS, "";
+        // Above the driver: who asked, and for how much. The driver's call is given the same out-pointer.
+        "aclrtMalloc", Symbol("aclrtMalloc"), ACL, RuntimeAlloc, Shape::Annotate, ALWAYS, "";
+        "aclrtMallocAlign32", Symbol("aclrtMallocAlign32"), ACL, RuntimeAlloc, Shape::Annotate, ALWAYS, "CANN 7.0";
+        "aclrtMallocCached", Symbol("aclrtMallocCached"), ACL, RuntimeAlloc, Shape::Annotate, ALWAYS, "";
+        "aclrtMallocWithCfg", Symbol("aclrtMallocWithCfg"), ANY, RuntimeAlloc, Shape::Annotate, ALWAYS, "CANN 8.5";
+        "aclrtMallocHost", Symbol("aclrtMallocHost"), ACL, RuntimeAlloc, Shape::Annotate, ALWAYS, "";
+        "aclrtMallocHostWithCfg", Symbol("aclrtMallocHostWithCfg"), ANY, RuntimeAlloc, Shape::Annotate, ALWAYS, "CANN 8.5";
+        "aclrtMallocPhysical", Symbol("aclrtMallocPhysical"), ACL, RuntimeAlloc, Shape::Annotate, ALWAYS, "CANN 7.0";
+        "rtMalloc", Symbol("rtMalloc"), RT, RuntimeAlloc, Shape::Annotate, ALWAYS, "";
 
         // Where no driver library can be probed, the runtime's own functions are counted instead.
         "rtMalloc (counted)", Symbol("rtMalloc"), ANY, RuntimeAllocCounted, out(0), &["halMemAlloc"], "";
