@@ -640,10 +640,12 @@ impl Session<'_> {
             // Rows without a device, of a process image that had none: no file was due.
             summary.files.retain(|file| file.rows > 0 || file.failure.is_some());
             let complete = summary.is_complete();
+            let missing: u64 = summary.files.iter().map(|file| file.missing_rows).sum();
             let reason = summary
                 .files
                 .iter()
-                .find_map(|f| f.failure.as_ref().map(|why| format!("{}: {why}", f.path.display())))
+                .find_map(|file| file.failure.as_ref())
+                .map(|why| format!("{why}; {missing} rows are missing"))
                 .or_else(|| {
                     (summary.dropped_rows > 0).then(|| {
                         format!("{} rows were dropped: the disk could not keep up", summary.dropped_rows)
@@ -680,6 +682,13 @@ impl Session<'_> {
                     _ => state.failure().map(str::to_owned),
                 },
             });
+        }
+        if lost_total > 0 {
+            self.notes.push(format!(
+                "{lost_total} events were lost: figures are a lower bound, and a block whose free was lost looks \
+                 leaked; a larger --ring-size (now {} bytes) helps, or fewer events: --level op, --events none",
+                self.config.ring_bytes
+            ));
         }
         if self.decoder.malformed > 0 {
             self.notes.push(format!(

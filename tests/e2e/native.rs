@@ -206,6 +206,13 @@ fn losses_are_counted_to_the_last_record() -> Result<()> {
     let hits: u64 =
         report.0["sites"].as_array().into_iter().flatten().filter_map(|s| s["hits"].as_u64()).sum();
     assert_eq!(report.received() + report.lost(), hits);
+    let said = report.0["notes"].as_array().into_iter().flatten().filter_map(Value::as_str);
+    let loss = format!("{} events were lost", report.lost());
+    assert!(
+        report.lost() == 0 || said.clone().any(|note| note.starts_with(&loss)),
+        "{:?}",
+        report.0["notes"]
+    );
     assert!(report.lost() > 0, "the ring was to overflow");
     Ok(())
 }
@@ -689,8 +696,18 @@ fn errors_help() -> Result<()> {
     let plain_pid = plain.id().to_string();
     let result = says(&["-p", &plain_pid], &["no Ascend library", "libascend_hal.so", "libtorch_npu.so"]);
     plain.kill()?;
+    let proc_stat = format!("/proc/{plain_pid}/stat");
+    while !fs::read_to_string(&proc_stat)?.contains(") Z") {
+        thread::sleep(Duration::from_millis(5));
+    }
+    let zombie = says(&["-p", &plain_pid], &["has ended", "zombie"]);
     plain.wait()?;
-    result?;
+    result.and(zombie)?;
+    for (option, value) in [("-d", "-1"), ("-d", "1e300"), ("--ring-size", "1"), ("--analysis", "leaks,none")]
+    {
+        says(&["-a", option, value], &[value.trim_start_matches("leaks,")])?;
+    }
+    says(&["-a", "--no-dump", "--format", "db"], &["--no-dump", "--format"])?;
     says(&["--level", "warp", "-a"], &["warp", "op, kernel"])?;
     says(&["--steps", "0", "-a"], &["whole numbers from 1"])?;
     says(&["--step-mark", "(", "-a"], &["regex"])?;

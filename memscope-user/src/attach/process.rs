@@ -20,6 +20,8 @@ pub enum ProcessError {
     NoSuchProcess(Tgid),
     #[error("{0} is a thread of process {1}; trace that: -p {1}")]
     IsThread(Tgid, Tgid),
+    #[error("process {0} has ended; it only waits for its parent to take note (a zombie)")]
+    Zombie(Tgid),
     #[error("process {0} is a kernel thread: it has no program to trace")]
     KernelThread(Tgid),
     #[error("process {0} is a 32-bit program: CANN exists for 64-bit ones only, so it can not be traced")]
@@ -85,6 +87,11 @@ impl Proc {
         let ticks = unsafe { libc::sysconf(libc::_SC_CLK_TCK) } as f64;
         let start = self.start_time(tgid)? as f64 / ticks;
         Duration::try_from_secs_f64(uptime - start).ok()
+    }
+
+    /// What the process does: `R`, `S`, `Z`, ... as in ps.
+    pub fn state(&self, tgid: Tgid) -> Option<char> {
+        stat_fields(&fs::read(self.path(tgid, "stat")).ok()?)?.first()?.chars().next()
     }
 
     /// Start of the process in clock ticks since boot: with the id, it names the process for good.
@@ -182,7 +189,8 @@ impl Process {
                 Err(ProcessError::Denied { path: path.display().to_string(), source: e })
             }
             Err(e) if e.kind() == io::ErrorKind::NotFound && fs::read_link(&path).is_err() => {
-                Err(match self.proc.start_time(self.tgid) {
+                Err(match self.proc.state(self.tgid) {
+                    Some('Z' | 'X') => ProcessError::Zombie(self.tgid),
                     Some(_) => ProcessError::KernelThread(self.tgid),
                     None => ProcessError::NoSuchProcess(self.tgid),
                 })

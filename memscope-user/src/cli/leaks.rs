@@ -8,7 +8,9 @@ use serde::Serialize;
 
 use super::{
     Verdict,
+    list::List,
     offline::{Read, each_row, print_json, shown},
+    trace::FailWord,
 };
 use crate::{
     analysis::{
@@ -43,9 +45,9 @@ pub struct LeaksArgs {
     /// As one JSON document; without --mstx-info it is the report of live tracing
     #[arg(long)]
     json: bool,
-    /// Exit with code 1 when leaks are found
-    #[arg(long)]
-    fail_on_leaks: bool,
+    /// Exit with code 1 when this is found [leaks]
+    #[arg(long, value_name = "LIST")]
+    fail_on: Option<List<FailWord>>,
 }
 
 fn pool(word: &str) -> Result<Pool, String> {
@@ -58,7 +60,8 @@ pub(super) fn run(args: LeaksArgs) -> anyhow::Result<Verdict> {
         Some(mark) => between_marks(&args, mark)?,
         None => over_steps(&args)?,
     };
-    Ok(if found && args.fail_on_leaks { Verdict::Findings } else { Verdict::Fine })
+    let fail = args.fail_on.is_some_and(|list| list.0.contains(&FailWord::Leaks));
+    Ok(if found && fail { Verdict::Findings } else { Verdict::Fine })
 }
 
 fn over_steps(args: &LeaksArgs) -> anyhow::Result<bool> {

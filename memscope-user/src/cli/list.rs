@@ -1,9 +1,19 @@
 //! Lists as msMemScope takes them: separated by `,` or the full-width comma, empty items ignored.
 
-use std::str::FromStr;
+use std::{str::FromStr, time::Duration};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct List<T>(pub Vec<T>);
+
+impl<T: PartialEq> List<T> {
+    /// Whether the list has the word; an error when it has `none` and another word, which contradict each other.
+    pub fn none(&self, none: T) -> Result<bool, &'static str> {
+        match self.0.contains(&none) {
+            true if self.0.iter().any(|word| *word != none) => Err("none excludes all others"),
+            has => Ok(has),
+        }
+    }
+}
 
 impl<T: FromStr<Err = String>> FromStr for List<T> {
     type Err = String;
@@ -76,6 +86,25 @@ impl FromStr for Device {
     }
 }
 
+/// A span of time in seconds, more than none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Seconds(pub Duration);
+
+impl FromStr for Seconds {
+    type Err = String;
+
+    fn from_str(word: &str) -> Result<Self, String> {
+        /// 30 years: beyond, clocks overflow.
+        const MOST: f64 = 1e9;
+        match word.parse::<f64>() {
+            Ok(seconds) if seconds > 0.0 && seconds <= MOST => Ok(Self(Duration::from_secs_f64(seconds))),
+            _ => Err(format!(
+                "{word:?} is no number of seconds: more than 0, at most {MOST}; fractions are allowed"
+            )),
+        }
+    }
+}
+
 /// A size in bytes, with an optional K, M or G (powers of 1024).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Bytes(pub u64);
@@ -111,6 +140,21 @@ mod tests {
         assert!("0".parse::<List<Ordinal>>().is_err());
         assert_eq!("npu,npu:7".parse::<List<Device>>().unwrap().0, [Device::All, Device::One(7)]);
         assert!("gpu".parse::<Device>().is_err());
+    }
+
+    #[test]
+    fn none_stands_alone() {
+        assert_eq!(List(vec![0, 0]).none(0), Ok(true));
+        assert_eq!(List(vec![1]).none(0), Ok(false));
+        assert!(List(vec![1, 0]).none(0).is_err());
+    }
+
+    #[test]
+    fn spans_of_time_are_positive_and_bounded() {
+        assert_eq!("0.5".parse::<Seconds>(), Ok(Seconds(Duration::from_millis(500))));
+        for wrong in ["0", "-1", "1e300", "NaN", "inf", "x", ""] {
+            assert!(wrong.parse::<Seconds>().is_err(), "{wrong}");
+        }
     }
 
     #[test]

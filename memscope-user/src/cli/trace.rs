@@ -8,7 +8,6 @@ use std::{
     os::unix::{fs::OpenOptionsExt, process::ExitStatusExt},
     path::{Path, PathBuf},
     process::ExitStatus,
-    time::Duration,
 };
 
 use anyhow::Context;
@@ -17,7 +16,7 @@ use regex::Regex;
 
 use super::{
     Verdict,
-    list::{Bytes, Device, List, Ordinal, words},
+    list::{Bytes, Device, List, Ordinal, Seconds, words},
     progress::Terminal,
 };
 use crate::{
@@ -44,8 +43,8 @@ pub struct TraceArgs {
     #[arg(last = true, value_name = "COMMAND", help_heading = "Whom to trace")]
     program: Vec<OsString>,
     /// End the trace after so many seconds
-    #[arg(short, long, value_name = "SECONDS", help_heading = "Whom to trace")]
-    duration: Option<f64>,
+    #[arg(short, long, value_name = "SECONDS", allow_hyphen_values = true, help_heading = "Whom to trace")]
+    duration: Option<Seconds>,
 
     /// What to observe besides memory: operators, or each kernel launch as well [op, kernel]
     #[arg(long, value_name = "LEVEL", default_value = "op", help_heading = "What to look at")]
@@ -73,7 +72,7 @@ pub struct TraceArgs {
     #[arg(long, alias = "data-format", value_name = "LIST", default_value = "csv", help_heading = "Output")]
     format: List<FormatWord>,
     /// Write no dump
-    #[arg(long, help_heading = "Output", conflicts_with = "output")]
+    #[arg(long, help_heading = "Output", conflicts_with_all = ["output", "format", "events"])]
     no_dump: bool,
     /// The report as one JSON document on standard output (what COMMAND writes there goes to standard error)
     #[arg(long, help_heading = "Output")]
@@ -128,16 +127,9 @@ impl TraceArgs {
         } else {
             anyhow::bail!("whom to trace? -p PID, --comm NAME, -a, or -- COMMAND; --help shows examples");
         };
-        let duration = match self.duration {
-            None => None,
-            Some(seconds) => Some(
-                Duration::try_from_secs_f64(seconds)
-                    .ok()
-                    .filter(|d| !d.is_zero())
-                    .ok_or_else(|| anyhow::anyhow!("--duration {seconds}: must be more than 0 seconds"))?,
-            ),
-        };
-        let off = self.events.0.contains(&EventWord::None);
+        let off = self.events.none(EventWord::None).map_err(|why| anyhow::anyhow!("--events: {why}"))?;
+        let no_analysis =
+            self.analysis.none(AnalysisWord::None).map_err(|why| anyhow::anyhow!("--analysis: {why}"))?;
         let has = |word| !off && self.events.0.contains(&word);
         let memory = has(EventWord::Alloc) || has(EventWord::Free);
         let launches = has(EventWord::Launch);
@@ -154,20 +146,19 @@ impl TraceArgs {
         Ok(Config {
             targets,
             proc: Proc::default(),
-            duration,
+            duration: self.duration.map(|seconds| seconds.0),
             classes,
             steps: self.step_mark.map_or(StepRule::StepStart, StepRule::Matching),
             only_steps: self.steps.map(|list| list.0.iter().map(|s| s.0).collect()).unwrap_or_default(),
             only_devices,
-            leaks: self.analysis.0.contains(&AnalysisWord::Leaks)
-                && !self.analysis.0.contains(&AnalysisWord::None),
+            leaks: !no_analysis && self.analysis.0.contains(&AnalysisWord::Leaks),
             output: (!self.no_dump).then_some(self.output),
             formats: self.format.0.iter().map(|word| word.format()).collect(),
             dump: DumpSelection { memory, launches },
             ring_bytes: u32::try_from(self.ring_size.0)
                 .ok()
-                .filter(|n| *n <= 1 << 30)
-                .ok_or_else(|| anyhow::anyhow!("--ring-size {}: at most 1G", self.ring_size.0))?,
+                .filter(|n| (64 << 10..=1 << 30).contains(n))
+                .ok_or_else(|| anyhow::anyhow!("--ring-size {}: from 64K to 1G", self.ring_size.0))?,
             mechanism: self.mechanism.map(|word| match word {
                 MechanismWord::Multi => Mechanism::UprobeMulti,
                 MechanismWord::PerfCookie => Mechanism::PerfCookie,

@@ -1,6 +1,6 @@
 //! Parts of a document.
 
-use super::document::{BlockFacts, Document};
+use super::document::{BlockFacts, Document, LateFacts};
 use crate::model::{DeviceId, StepId};
 
 impl Document {
@@ -9,7 +9,7 @@ impl Document {
         self.devices.iter().any(|device| device.leaks.iter().any(|block| block.pattern == "recurring"))
     }
 
-    /// Keeps what is about the given devices and steps; an empty list keeps all.
+    /// Keeps what is about the given devices and steps; an empty list keeps all. Totals stay those of the trace.
     pub fn select(&mut self, devices: &[u16], steps: &[u32]) {
         if !devices.is_empty() {
             let keep = |device: Option<DeviceId>| device.is_none_or(|d| devices.contains(&d.0));
@@ -26,6 +26,10 @@ impl Document {
                 device.leaks.retain(of_step);
                 device.late.retain(of_step);
                 device.not_judged.retain(of_step);
+                let apart = |group: &LateFacts| {
+                    steps.iter().any(|step| (group.first_step.0..=group.last_step.0).contains(step))
+                };
+                device.late_groups.retain(apart);
             }
         }
     }

@@ -496,7 +496,13 @@ impl Report<'_> {
             }
             text
         } else if document.devices.is_empty() {
-            "see which probes the process can have at all: memscope-trace probes -p PID".to_owned()
+            let hint = match document.targets.first() {
+                Some(target) if !document.processes.iter().all(|process| process.ended.is_some()) => {
+                    format!("-p {}", target.pid)
+                }
+                _ => "--file LIBRARY".to_owned(),
+            };
+            format!("see which sites can be probed at all: memscope-trace probes {hint}")
         } else if document.leaks_analysed && document.steps.is_empty() {
             let marks: Vec<String> = document
                 .processes
