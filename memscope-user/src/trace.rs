@@ -133,6 +133,8 @@ pub struct Outcome {
     pub document: Document,
     /// Of the command, where one was started.
     pub status: Option<ExitStatus>,
+    /// Silent by now. Dropping them detaches, which takes time: when the report is out.
+    pub probes: Attacher,
 }
 
 struct Target {
@@ -255,7 +257,8 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
         (Some(child), Some(root)) if session.targets.get(&root).is_none_or(|t| t.ended) => child.wait().ok(),
         _ => None,
     };
-    Ok(Outcome { document: session.finish(), status })
+    let (document, probes) = session.finish();
+    Ok(Outcome { document, status, probes })
 }
 
 impl Session<'_> {
@@ -634,7 +637,7 @@ impl Session<'_> {
         self.progress.status(&live);
     }
 
-    fn finish(mut self) -> Document {
+    fn finish(mut self) -> (Document, Attacher) {
         let dump = self.dump.take().map(|dump| {
             let mut summary = dump.finish();
             // Rows without a device, of a process image that had none: no file was due.
@@ -736,7 +739,7 @@ impl Session<'_> {
         };
         let mut document = Document::new(trace, &self.online);
         document.select(&self.config.only_devices, &self.config.only_steps);
-        document
+        (document, self.attacher)
     }
 }
 

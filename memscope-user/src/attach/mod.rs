@@ -172,6 +172,27 @@ pub struct Attacher {
     host_links: Vec<Link>,
 }
 
+/// Detaches. Closing a link waits for the kernel's grace periods, 0.05 s each and more on a busy machine: they pass
+/// side by side.
+impl Drop for Attacher {
+    fn drop(&mut self) {
+        const AT_ONCE: usize = 16;
+        let mut links: Vec<Link> = std::mem::take(&mut self.links)
+            .into_values()
+            .flatten()
+            .chain(self.host_links.drain(..))
+            .collect();
+        let share = links.len().div_ceil(AT_ONCE).max(1);
+        std::thread::scope(|scope| {
+            while !links.is_empty() {
+                let few = links.split_off(links.len().saturating_sub(share));
+                // Where no thread can be had, this one waits for them all.
+                let _ = std::thread::Builder::new().spawn_scoped(scope, move || drop(few));
+            }
+        });
+    }
+}
+
 struct AttacherMaps {
     sites: aya::maps::Array<MapData, Site>,
     counters: aya::maps::PerCpuArray<MapData, Counters>,
