@@ -97,6 +97,25 @@ impl Ground {
         false
     }
 
+    /// The native workload as a container has it: file system, process ids and /proc of its own, the libraries from
+    /// a layer that it shares with other containers. `dir` is its own and empty. Its process is the command's child.
+    pub fn container(self, dir: &Path, args: &[&str]) -> Result<Command> {
+        let [upper, work, root] = ["upper", "work", "root"].map(|name| dir.join(name));
+        for dir in [&upper, &work, &root] {
+            fs::create_dir(dir)?;
+        }
+        let mut command = Command::new("unshare");
+        command
+            .args(["--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-ec"])
+            .arg(
+                "mount -t overlay overlay -o \"lowerdir=$1,upperdir=$2,workdir=$3\" \"$4\"; root=$4; shift 4; \
+                 exec \"$root/native-workload\" \"$@\"",
+            )
+            .args(["sh".as_ref(), self.dir().as_os_str(), upper.as_os_str(), work.as_os_str(), root.as_os_str()])
+            .args(args);
+        Ok(command)
+    }
+
     /// Runs the native workload with arguments, or a Python program of tests/workloads/torch with its own.
     pub fn command(self, args: &[&str]) -> Command {
         let mut command = Command::new(self.launcher());
@@ -155,6 +174,13 @@ impl Target {
 
     pub fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    /// The only child of the process that was started.
+    pub fn child_pid(&self) -> Result<u32> {
+        let path = format!("/proc/{0}/task/{0}/children", self.pid());
+        let children = fs::read_to_string(path)?;
+        children.trim().parse().with_context(|| format!("not one child: {children:?}"))
     }
 
     /// Sends the target a line.

@@ -21,7 +21,7 @@ use memscope_ebpf::{ApiCall, Counters, InFlight, InFlightKey, NO_ARG, SITE_ANY, 
 
 pub use loader::LoadError;
 use loader::{Flavour, Loader, Maps, Program};
-use process::{FileId, MappedFile, Process, ProcessError};
+use process::{FileId, MappedFile, Process, ProcessError, Stamp, is_layered};
 use sys::{PerfUprobe, UprobePmu};
 
 use crate::{
@@ -165,6 +165,8 @@ pub struct Attacher {
     empty: bool,
     resolver: Resolver,
     files: HashMap<FileId, Arc<ResolvedFile>>,
+    /// Files by what all names of one inode share; whether each is of a layered file system.
+    names: HashMap<(Stamp, Option<Arc<str>>), Vec<(FileId, bool)>>,
     attached: HashSet<(Scope, FileId, &'static str)>,
     processes: HashMap<Tgid, Seen>,
     sites: Vec<SiteState>,
@@ -254,6 +256,7 @@ impl Attacher {
             empty: config.empty,
             resolver: Resolver::default(),
             files: HashMap::new(),
+            names: HashMap::new(),
             attached: HashSet::new(),
             processes: HashMap::new(),
             sites: Vec::new(),
@@ -354,6 +357,7 @@ impl Attacher {
                     resolved
                 }
             };
+            let id = self.canonical(id, &file, &resolved);
             files.push((id, file, resolved, Arc::<str>::from(display)));
         }
         let seen = self.processes.entry(process.tgid).or_default();
@@ -379,6 +383,24 @@ impl Attacher {
             outcome.libraries += usize::from(outcome.reached > before);
         }
         Ok(outcome)
+    }
+
+    /// The id under which the file's inode was met first: a uprobe is attached to an inode once, or each call of
+    /// each of its users counts twice.
+    fn canonical(&mut self, id: FileId, file: &File, resolved: &ResolvedFile) -> FileId {
+        let Ok(stamp) = Stamp::of(file) else { return id };
+        let known = self.names.entry((stamp, resolved.build_id.clone())).or_default();
+        if known.iter().any(|(other, _)| *other == id) {
+            return id;
+        }
+        let layered = is_layered(file);
+        match known.iter().find(|(_, of_layers)| layered || *of_layers) {
+            Some((first, _)) => *first,
+            None => {
+                known.push((id, layered));
+                id
+            }
+        }
     }
 
     #[allow(clippy::too_many_arguments, reason = "one call; a struct would only rename them")]

@@ -148,6 +148,32 @@ impl FileId {
     }
 }
 
+/// What the names of one file have in common: the layers of container images appear in each container as files of
+/// another device, and perhaps with another inode number, and are one inode to a uprobe.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Stamp {
+    size: u64,
+    modified: (i64, i64),
+    changed: (i64, i64),
+}
+
+impl Stamp {
+    pub fn of(file: &File) -> io::Result<Self> {
+        let meta = file.metadata()?;
+        Ok(Self {
+            size: meta.size(),
+            modified: (meta.mtime(), meta.mtime_nsec()),
+            changed: (meta.ctime(), meta.ctime_nsec()),
+        })
+    }
+}
+
+/// Whether the file is shown by a file system that puts layers over one another.
+pub fn is_layered(file: &File) -> bool {
+    nix::sys::statfs::fstatfs(file)
+        .is_ok_and(|fs| fs.filesystem_type() == nix::sys::statfs::OVERLAYFS_SUPER_MAGIC)
+}
+
 impl Process {
     pub fn open(proc: &Proc, tgid: Tgid) -> Result<Self, ProcessError> {
         // SAFETY: pidfd_open takes two integers.
