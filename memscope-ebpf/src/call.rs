@@ -2,12 +2,12 @@
 
 use core::ffi::c_void;
 
-use memscope_ebpf::{ApiCall, Enter, InFlight, NO_ARG, NO_SITE, Return, flags, kind, ret};
+use memscope_ebpf::{ApiCall, Enter, InFlight, NO_ARG, NO_SITE, Return, flags, kind, no_stack, ret};
 
 use crate::{
     regs::{Regs, choose},
     site::{API_CALLS, Hit, IN_FLIGHT, reserve},
-    user,
+    stack, user,
 };
 
 /// Entry of a call of which the arguments say all.
@@ -97,12 +97,24 @@ fn keep_call(hit: &Hit, call: &InFlight) {
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "uretprobe")]
 pub extern "C" fn leave(ctx: *mut c_void) -> u32 {
+    end_call(ctx, |_| no_stack::NOT_WANTED)
+}
+
+/// As [`leave`], with the Python stack.
+#[unsafe(no_mangle)]
+#[unsafe(link_section = "uretprobe")]
+pub extern "C" fn leave_stack(ctx: *mut c_void) -> u32 {
+    end_call(ctx, stack::capture)
+}
+
+#[inline(always)]
+fn end_call(ctx: *mut c_void, stack: impl FnOnce(&Hit) -> u64) -> u32 {
     if let Some(hit) = Hit::on_return(ctx) {
         match IN_FLIGHT.get_ptr_mut(hit.key()) {
             // SAFETY: as in `keep_call`.
             Some(call) if unsafe { (*call).active } == 1 => unsafe {
                 (*call).active = 0;
-                send_leave(&hit, call, Regs::new(ctx).ret());
+                send_leave(&hit, call, Regs::new(ctx).ret(), stack(&hit));
             },
             _ => hit.unmatched(),
         }
@@ -113,7 +125,7 @@ pub extern "C" fn leave(ctx: *mut c_void) -> u32 {
 /// # Safety
 /// `call` is an element of `IN_FLIGHT` that belongs to this thread.
 #[inline(always)]
-unsafe fn send_leave(hit: &Hit, call: *const InFlight, value: u64) {
+unsafe fn send_leave(hit: &Hit, call: *const InFlight, value: u64, stack: u64) {
     let Some(mut entry) = hit.reserve::<Return>() else { return };
     let record = entry.as_mut_ptr();
     // SAFETY: the caller's promise; `record` is the reserved entry, and every field is written before it is submitted.
@@ -123,6 +135,7 @@ unsafe fn send_leave(hit: &Hit, call: *const InFlight, value: u64) {
         let args = (*call).args;
         (*record).args = args;
         (*record).result = value;
+        (*record).stack = stack;
         if failed {
             flags |= flags::FAILED;
         } else if hit.site.out != NO_ARG {
@@ -165,6 +178,7 @@ pub extern "C" fn value(ctx: *mut c_void) -> u32 {
             asked: 0,
             api: NO_SITE,
             reserved: 0,
+            stack: no_stack::NOT_WANTED,
         });
         hit.submit(entry);
     }

@@ -27,6 +27,13 @@ pub const DOMAIN_LEN: usize = 32;
 /// Integer and pointer arguments kept of a call.
 pub const ARGS: usize = 4;
 
+/// Frames of a stack at most, whatever depth is asked for.
+pub const MAX_DEPTH: usize = 128;
+/// Threads whose stacks can be walked at one time.
+pub const MAX_WALKERS: u32 = 2048;
+/// Stacks that are known to have been sent; the ones not seen for longest are sent again.
+pub const MAX_SENT: u32 = 65536;
+
 /// What a site's programs read. An element of the map `SITES`, indexed by the attach cookie.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -105,6 +112,8 @@ pub mod kind {
     pub const EXEC: u16 = 6;
     /// [`Header`](super::Header) only: the dynamic linker has mapped or unmapped libraries.
     pub const MAPPED: u16 = 7;
+    /// [`StackHead`](super::StackHead) and its frames: a stack that events name from now on.
+    pub const STACK: u16 = 8;
 }
 
 /// Completeness flags of a record.
@@ -115,6 +124,32 @@ pub mod flags {
     pub const TRUNCATED: u16 = 1 << 1;
     /// The call failed by its return value; out-pointers were not read.
     pub const FAILED: u16 = 1 << 2;
+    /// STACK: the frames are the main thread's, for the thread itself has none.
+    pub const VIA: u16 = 1 << 3;
+}
+
+/// The `stack` of an event is the id of a stack, or one of these: why it has none.
+pub mod no_stack {
+    /// Not asked for, or not an allocation.
+    pub const NOT_WANTED: u64 = 0;
+    /// No interpreter of the process is known (yet).
+    pub const NO_INTERPRETER: u64 = 1;
+    /// The kernel could not say where the thread keeps its Python state.
+    pub const NO_SLOT: u64 = 2;
+    /// The thread has no Python state.
+    pub const NO_STATE: u64 = 3;
+    /// It has one, but is in no Python function, and neither is the main thread.
+    pub const NO_FRAMES: u64 = 4;
+    /// Memory on the way could not be read.
+    pub const UNREADABLE: u64 = 5;
+    /// The thread has had its share of stacks for now.
+    pub const LIMITED: u64 = 6;
+    /// The stack is new, and the ring buffer had no room for it.
+    pub const RING_FULL: u64 = 7;
+    /// Too many threads.
+    pub const NO_ROOM: u64 = 8;
+    /// Ids of stacks begin here.
+    pub const FIRST_ID: u64 = 16;
 }
 
 /// Head of every record.
@@ -153,6 +188,8 @@ pub struct Return {
     /// Site of the runtime call above, which was given the same out-pointer; [`NO_SITE`]: none.
     pub api: u32,
     pub reserved: u32,
+    /// Id of the stack at the return, or a [`no_stack`] value.
+    pub stack: u64,
 }
 
 /// A text by its address in an argument: an operator's or a kernel's name.
@@ -189,6 +226,109 @@ pub struct Mark {
 pub struct Report {
     pub header: Header,
     pub words: [u64; 7],
+    /// Id of the stack, or a [`no_stack`] value.
+    pub stack: u64,
+}
+
+/// How to find the Python frames of a process: an element of the map `INTERPRETERS`, by process. Offsets are in
+/// bytes; those into a frame are below [`FRAME_BYTES`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Interpreter {
+    /// Makes ids of one process image differ from those of every other.
+    pub salt: u64,
+    /// `PyThreadState` of the main thread; 0: not known.
+    pub main_thread: u64,
+    /// From a thread's robust list to the pthread slot that holds its `PyThreadState`.
+    pub slot: i64,
+    /// From a `task_struct` to its robust list; 0: ask `ROBUST_LISTS`.
+    pub robust_list: u32,
+    /// Frames of a stack at most.
+    pub depth: u32,
+    /// A stack may be taken of a thread each so many ns on average.
+    pub interval_ns: u32,
+    /// Stacks that a thread may be ahead of that average, in ns.
+    pub ahead_ns: u32,
+    /// Kept of the instruction word: in versions up to 3.10 it has 32 bits.
+    pub instruction_mask: u64,
+    /// `PyThreadState` to its current frame, or to the C frame in which that is.
+    pub frame: u16,
+    /// C frame to the current frame; [`NO_OFFSET`]: there is none.
+    pub frame_of_cframe: u16,
+    /// Bytes to read of a frame.
+    pub frame_bytes: u16,
+    /// In a frame: its code object, the frame that called it, the instruction, who owns it.
+    pub code: u16,
+    pub previous: u16,
+    pub instruction: u16,
+    pub owner: u16,
+    /// 0 where frames have no owner, else 7.
+    pub owner_mask: u16,
+    /// In a code object: the pointers that tell it from others at the same address; and their bytes (24 or 32).
+    pub identity: u16,
+    pub identity_bytes: u16,
+    pub reserved: u32,
+}
+
+pub const NO_OFFSET: u16 = u16::MAX;
+/// The longest part of a frame that is read.
+pub const FRAME_BYTES: usize = 128;
+
+/// A Python frame as found in memory.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RawFrame {
+    /// Address of the code object; in the low 3 bits who owns the frame.
+    pub code: u64,
+    /// `f_lasti`, or the address of the instruction.
+    pub instruction: u64,
+    /// [`identity`] of the code object; 0: could not be read.
+    pub identity: u64,
+}
+
+/// Begin of a STACK record; `frames` [`RawFrame`]s follow, innermost first.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StackHead {
+    pub header: Header,
+    pub id: u64,
+    pub frames: u32,
+    /// Not 0: the last of the frames was called by others, which are not there.
+    pub more: u32,
+}
+
+/// A STACK record of the greatest length.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stack {
+    pub head: StackHead,
+    pub frames: [RawFrame; MAX_DEPTH],
+}
+
+/// What is kept of a thread: room to work in, as a program's own stack has 512 bytes. An element of `THREADS`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Thread {
+    /// Until when (CLOCK_MONOTONIC, ns) the stacks taken so far are its share.
+    pub paid_until: u64,
+    pub identity: [u64; 4],
+    /// A frame; the last element is there for reads that begin near its end.
+    pub frame: [u64; FRAME_BYTES / 8 + 1],
+    pub stack: Stack,
+}
+
+/// Mixes the pointers that tell a code object from others at the same address (see [`Interpreter::identity`]).
+#[inline(always)]
+pub fn identity(words: [u64; 4]) -> u64 {
+    let [a, b, c, d] = words;
+    mix(mix(mix(mix(0, a), b), c), d)
+}
+
+/// One word into a hash.
+#[inline(always)]
+pub fn mix(hash: u64, word: u64) -> u64 {
+    let mixed = (hash ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    mixed ^ (mixed >> 29)
 }
 
 /// What is kept of a call between its entry and its return. Elements stay when the call is over: writing into one
@@ -252,6 +392,7 @@ pub unsafe trait Plain: Copy + 'static {
 }
 
 wire! {
-    Site = 16, Counters = 40, Header = 24, Enter = 56, Return = 80, Name = 176, Mark = 368, Report = 80,
-    InFlight = 40, InFlightKey = 16, ApiCall = 32,
+    Site = 16, Counters = 40, Header = 24, Enter = 56, Return = 88, Name = 176, Mark = 368, Report = 88,
+    InFlight = 40, InFlightKey = 16, ApiCall = 32, Interpreter = 72, RawFrame = 24, StackHead = 40,
+    Stack = 40 + 24 * MAX_DEPTH, Thread = 8 + 32 + FRAME_BYTES + 8 + 40 + 24 * MAX_DEPTH,
 }

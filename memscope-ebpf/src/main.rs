@@ -8,6 +8,7 @@ mod process;
 mod regs;
 mod report;
 mod site;
+mod stack;
 mod text;
 mod user;
 

@@ -5,7 +5,10 @@ use core::ffi::c_void;
 use aya_ebpf::helpers::{bpf_get_current_pid_tgid, bpf_ktime_get_ns};
 use memscope_ebpf::{Header, kind, verdict};
 
-use crate::site::{Hit, TARGETS, notify};
+use crate::{
+    site::{Hit, TARGETS, notify},
+    stack::INTERPRETERS,
+};
 
 /// The dynamic linker has mapped or unmapped libraries (`_dl_debug_state`, which exists for debuggers).
 #[unsafe(no_mangle)]
@@ -23,6 +26,7 @@ pub extern "C" fn mapped(ctx: *mut c_void) -> u32 {
 pub extern "C" fn exec(_ctx: *mut c_void) -> u32 {
     let pid_tgid = bpf_get_current_pid_tgid();
     let tgid = (pid_tgid >> 32) as u32;
+    let _ = INTERPRETERS.remove(&tgid);
     // SAFETY: a plain u32, which the collector writes as a whole.
     if unsafe { TARGETS.get(&tgid) }.is_some_and(|v| *v == verdict::OBSERVE) {
         // SAFETY: a helper call without arguments.

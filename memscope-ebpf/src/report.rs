@@ -2,28 +2,47 @@
 
 use core::ffi::c_void;
 
-use memscope_ebpf::{Report, flags, kind};
+use memscope_ebpf::{Report, flags, kind, no_stack};
 
-use crate::{regs::Regs, site::Hit, user};
+use crate::{regs::Regs, site::Hit, stack, user};
 
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "uprobe")]
 pub extern "C" fn report(ctx: *mut c_void) -> u32 {
-    if let Some(hit) = Hit::entry(ctx)
-        && let Some(mut entry) = hit.reserve::<Report>()
-    {
-        let record = entry.as_mut_ptr();
-        let address = Regs::new(ctx).arg_at(hit.site.arg);
-        let mut flags = 0;
-        // SAFETY: `record` is the reserved entry; what can not be read is zeroed by the helper.
-        unsafe {
-            if !user::read_into(&raw mut (*record).words, address) {
-                flags = flags::UNREADABLE;
-                hit.unreadable();
-            }
-            (*record).header = hit.header(kind::REPORT, flags);
-        }
-        hit.submit(entry);
+    if let Some(hit) = Hit::entry(ctx) {
+        let (words, flags) = read(&hit, ctx);
+        send(&hit, words, flags, no_stack::NOT_WANTED);
     }
     0
+}
+
+/// As [`report`], with the Python stack when it is an allocation: bytes, in the third word, are more than none.
+#[unsafe(no_mangle)]
+#[unsafe(link_section = "uprobe")]
+pub extern "C" fn report_stack(ctx: *mut c_void) -> u32 {
+    if let Some(hit) = Hit::entry(ctx) {
+        let (words, flags) = read(&hit, ctx);
+        let stack = if (words[2] as i64) > 0 { stack::capture(&hit) } else { no_stack::NOT_WANTED };
+        send(&hit, words, flags, stack);
+    }
+    0
+}
+
+#[inline(always)]
+fn read(hit: &Hit, ctx: *mut c_void) -> ([u64; 7], u16) {
+    let mut words = [0; 7];
+    // SAFETY: a local array of integers.
+    if unsafe { user::read_into(&raw mut words, Regs::new(ctx).arg_at(hit.site.arg)) } {
+        return (words, 0);
+    }
+    hit.unreadable();
+    (words, flags::UNREADABLE)
+}
+
+#[inline(always)]
+fn send(hit: &Hit, words: [u64; 7], flags: u16, stack: u64) {
+    if let Some(mut entry) = hit.reserve::<Report>() {
+        entry.write(Report { header: hit.header(kind::REPORT, flags), words, stack });
+        hit.submit(entry);
+    }
 }

@@ -18,7 +18,7 @@ use memscope_ebpf::{
 
 /// The size is set by the loader.
 #[map]
-static RECORDS: RingBuf = RingBuf::with_byte_size(64 * 1024, 0);
+pub static RECORDS: RingBuf = RingBuf::with_byte_size(64 * 1024, 0);
 #[map]
 static SITES: Array<Site> = Array::with_max_entries(MAX_SITES, 0);
 #[map]

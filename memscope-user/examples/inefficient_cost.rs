@@ -53,8 +53,15 @@ fn operator(block: u64, name: &Name, rows: &mut Vec<NumberedRow>) {
     let (framework, pool, device) = (Framework::Aten, Pool::Pta, None);
     let ptr = |block: u64| DevicePtr(block % (2 * LIVE) * 4096);
     push(Fact::OpBegin { framework, name: name.clone() }, None);
-    let alloc =
-        Alloc { pool, device, ptr: ptr(block), size: 512 * (1 + block % 300), totals: None, driver: None };
+    let alloc = Alloc {
+        pool,
+        device,
+        ptr: ptr(block),
+        size: 512 * (1 + block % 300),
+        totals: None,
+        driver: None,
+        stack: None,
+    };
     push(Fact::Event(EventKind::Alloc(alloc)), Some(AllocationId(block)));
     // Its own block, one from shortly before, and one from the beginning of its time.
     for used in [block, block.saturating_sub(7), block.saturating_sub(LIVE - 1)] {

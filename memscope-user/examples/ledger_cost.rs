@@ -118,6 +118,7 @@ fn alloc(ptr: u64, size: u64) -> EventKind {
         size,
         totals: Some(Totals { allocated: 1 << 30, reserved: 2 << 30 }),
         driver: None,
+        stack: None,
     })
 }
 

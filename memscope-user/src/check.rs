@@ -5,7 +5,7 @@ use std::{fs, path::Path};
 use serde::Serialize;
 
 use crate::{
-    attach::{Attacher, Config, kernel::Features, process::Proc},
+    attach::{Attacher, Config, StackConfig, kernel::Features, process::Proc},
     model::Tgid,
     trace::{is_ascend_library, wanted_libraries},
 };
@@ -151,9 +151,22 @@ fn lockdown() -> Option<Line> {
 }
 
 fn programs() -> Line {
-    let config = Config { ring_bytes: 64 * 1024, classes: Default::default(), mechanism: None, empty: false };
+    let config = Config {
+        ring_bytes: 64 * 1024,
+        classes: Default::default(),
+        mechanism: None,
+        empty: false,
+        stacks: Some(StackConfig::default()),
+    };
     match Attacher::new(config) {
-        Ok(_) => Line::good("BPF programs", "load, with ring buffer"),
+        Ok((attacher, _)) => match attacher.stacks_refused() {
+            None => Line::good("BPF programs", "load, with ring buffer and Python stacks"),
+            Some(why) => Line::limited(
+                "BPF programs",
+                "load, with ring buffer; those that take Python stacks do not",
+                format!("reports will name operators, but no lines of your code: {why}"),
+            ),
+        },
         Err(e) => {
             Line::bad("BPF programs", e.to_string(), "see the lines above; the ring buffer needs kernel 5.8")
         }

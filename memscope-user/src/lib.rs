@@ -9,5 +9,6 @@ pub mod dump;
 pub mod model;
 pub mod probes;
 pub mod report;
+pub mod stacks;
 pub mod text;
 pub mod trace;

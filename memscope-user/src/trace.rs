@@ -24,15 +24,16 @@ use tokio::{
 use crate::{
     analysis::Online,
     attach::{
-        AttachError, Attached, Attacher, Mechanism, Scope, Status,
+        AttachError, Attached, Attacher, Mechanism, Scope, StackConfig, Status,
         process::{Proc, Process, ProcessError},
         spawn::{Held, SpawnError},
     },
     collect::decode::{Decoder, Notice},
-    dump::{Caller, Format, OutputError, Pipeline, Place, rows_of},
+    dump::{Caller, Format, OutputError, Pipeline, Place, StackStyle, rows_of},
     model::{Change, DeviceId, Event, EventKind, Nanos, StepRule, Tgid},
     probes::catalogue::{CATALOGUE, Class, Shape},
-    report::document::{Document, Dump, Events, Site, Target as TargetFacts, Timing, Trace},
+    report::document::{Document, Dump, Events, Site, StackFacts, Target as TargetFacts, Timing, Trace},
+    stacks::{Found, Interpreter, Origins, Reason},
 };
 
 /// How often what the programs did not announce is looked for.
@@ -96,8 +97,12 @@ pub struct Config {
     pub formats: Vec<Format>,
     /// What goes into the dump.
     pub dump: DumpSelection,
+    /// How stacks are written there.
+    pub dump_stacks: StackStyle,
     pub ring_bytes: u32,
     pub mechanism: Option<Mechanism>,
+    /// Python stacks of allocations; `None` takes none.
+    pub stacks: Option<StackConfig>,
     /// Standard output belongs to the report alone: a command's goes to standard error.
     pub stdout_is_taken: bool,
     /// Attaches programs that do nothing (see [`crate::attach::Config::empty`]).
@@ -141,12 +146,36 @@ struct Target {
     process: Process,
     scope: Scope,
     torch_npu: Option<String>,
+    python: Python,
     /// The longest time between its having Ascend libraries and their being probed, where it began, or loaded them,
     /// during the trace.
     late: Option<Duration>,
     /// The process is no more.
     ended: bool,
 }
+
+/// What is known of a target's Python interpreter.
+enum Python {
+    /// It has none yet, or one that is not ready. It was not understood so many times.
+    Looking {
+        refusals: u32,
+    },
+    Ready {
+        version: String,
+    },
+    Refused {
+        why: String,
+    },
+}
+
+impl Default for Python {
+    fn default() -> Self {
+        Self::Looking { refusals: 0 }
+    }
+}
+
+/// Times that an interpreter may not be understood: one that is just starting up looks like no other.
+const REFUSALS: u32 = 3;
 
 struct Session<'p> {
     config: Config,
@@ -176,6 +205,7 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
         Some(output) => Some(Pipeline::start(crate::dump::Config {
             output: output.clone(),
             formats: config.formats.clone(),
+            stacks: config.dump_stacks,
             caller: Caller::of_sudo(),
         })?),
         None => None,
@@ -185,6 +215,7 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
         classes: config.classes.clone(),
         mechanism: config.mechanism,
         empty: config.empty,
+        stacks: config.stacks,
     })?;
     // SAFETY: the ring buffer keeps its descriptor, and keeps it open, for as long as it lives.
     let mut records = unsafe { AsyncFd::register(records) }.map_err(|e| e.into_parts().1)?;
@@ -205,6 +236,9 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
         progress,
         root: None,
     };
+    if let Some(why) = session.attacher.stacks_refused() {
+        session.note(format!("no Python stacks: {why}"));
+    }
     let mut child = session.start()?;
     let deadline = session.config.duration.map(|d| tokio::time::Instant::now() + d);
     let mut tick = interval(TICK);
@@ -329,7 +363,10 @@ impl Session<'_> {
         self.strangers.remove(&tgid);
         self.order.retain(|known| *known != tgid);
         self.order.push(tgid);
-        self.targets.insert(tgid, Target { process, scope, torch_npu: None, late: None, ended: false });
+        self.targets.insert(
+            tgid,
+            Target { process, scope, torch_npu: None, python: Python::default(), late: None, ended: false },
+        );
         self.attach(tgid)
     }
 
@@ -348,6 +385,8 @@ impl Session<'_> {
 
     /// Attaches what a target has mapped since the last look.
     fn attach(&mut self, tgid: Tgid) -> Result<Attached, TraceError> {
+        // First, so that the first allocation has its stack.
+        self.look_for_python(tgid);
         let Some(target) = self.targets.get_mut(&tgid) else { return Ok(Attached::default()) };
         let result = self.attacher.attach(&target.process, target.scope);
         for site in &self.attacher.sites()[self.decoder.sites()..] {
@@ -365,6 +404,50 @@ impl Session<'_> {
         Ok(attached)
     }
 
+    /// Has stacks taken of a target once its interpreter is ready and understood.
+    fn look_for_python(&mut self, tgid: Tgid) {
+        if !self.attacher.takes_stacks() {
+            return;
+        }
+        let Some(target) = self.targets.get_mut(&tgid) else { return };
+        let Python::Looking { refusals } = target.python else { return };
+        let interpreter = match Interpreter::find(&target.process) {
+            Ok(Found::None | Found::NotReady) => return,
+            Ok(Found::Ready(interpreter)) => interpreter,
+            Err(_) if refusals + 1 < REFUSALS => {
+                target.python = Python::Looking { refusals: refusals + 1 };
+                return;
+            }
+            Err(refusal) => {
+                let why = refusal.to_string();
+                let line = format!("no Python stacks of process {tgid} ({}): {why}", target.process.command);
+                target.python = Python::Refused { why };
+                return self.note(line);
+            }
+        };
+        let mapped = target.process.mapped_files().unwrap_or_default();
+        let origins = Origins::of(mapped.iter().filter_map(|file| file.path.to_str()));
+        target.python = Python::Ready { version: interpreter.version.clone() };
+        if let Err(e) = self.attacher.take_stacks(&target.process, &interpreter, clock(libc::CLOCK_MONOTONIC))
+        {
+            return self.note(format!("no Python stacks of process {tgid}: {e}"));
+        }
+        self.decoder.stacks.begin(tgid, *interpreter, origins);
+    }
+
+    /// Keeps up with threads that come and go.
+    fn tend_threads(&mut self) {
+        let proc = self.config.proc.clone();
+        let mut full = false;
+        for (tgid, target) in self.targets.iter().filter(|(_, target)| !target.ended) {
+            self.attacher.note_robust_lists(&target.process);
+            full |= self.decoder.stacks.tally(*tgid).is_some_and(|tally| tally.has(Reason::NoRoom));
+        }
+        if full {
+            self.attacher.forget_ended_threads(|tid| !proc.has_thread(tid));
+        }
+    }
+
     fn began_line(&self, tgid: Tgid, attached: &Attached) -> String {
         let target = &self.targets[&tgid];
         let mut what = Vec::new();
@@ -372,6 +455,9 @@ impl Session<'_> {
             what.push(format!("torch_npu {version}"));
         }
         let devices = target.process.open_devices();
+        if let Python::Ready { version } = &target.python {
+            what.push(format!("Python {version}"));
+        }
         if !devices.is_empty() {
             let list: Vec<_> = devices.iter().map(u16::to_string).collect();
             what.push(format!("NPU {}", list.join(", ")));
@@ -391,6 +477,9 @@ impl Session<'_> {
         let known: Vec<Tgid> = self.targets.iter().filter(|(_, t)| !t.ended).map(|(tgid, _)| *tgid).collect();
         for tgid in known {
             self.try_attach(tgid);
+        }
+        if self.attacher.takes_stacks() {
+            self.tend_threads();
         }
         let proc = self.config.proc.clone();
         let wanted: Option<String> = match &self.config.targets {
@@ -491,6 +580,7 @@ impl Session<'_> {
                     if let Some(target) = self.targets.get_mut(&tgid) {
                         target.process.refresh();
                         target.torch_npu = None;
+                        target.python = Python::default();
                         self.attacher.forget_libraries(tgid);
                         mapped.push((tgid, clock(libc::CLOCK_MONOTONIC)));
                     }
@@ -724,6 +814,17 @@ impl Session<'_> {
                     command: target.process.command.clone(),
                     devices,
                     torch_npu: target.torch_npu.clone(),
+                    python: match &target.python {
+                        Python::Ready { version } => Some(version.clone()),
+                        Python::Looking { .. } | Python::Refused { .. } => None,
+                    },
+                    stacks: self.attacher.takes_stacks().then(|| {
+                        let why = match &target.python {
+                            Python::Refused { why } => Some(why.clone()),
+                            _ => None,
+                        };
+                        StackFacts::new(self.decoder.stacks.tally(*tgid), why)
+                    }),
                 })
             })
             .collect();

@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use memscope::analysis::{Online, fluctuation::Swing};
 use memscope::dump::read::{NumberedRow, Options, Problems, ReadError, Rows, open};
-use memscope::dump::{Config, Fact, Format, Framework, Place, Row, Writer, live_rows, rows_of};
+use memscope::dump::{Config, Fact, Format, Framework, Place, Row, StackStyle, Writer, live_rows, rows_of};
 use memscope::model::*;
 use proptest::prelude::*;
 
@@ -66,6 +67,7 @@ fn rows_of_a_block_stand_where_they_happened() {
                 size: 20971520,
                 totals: None,
                 driver: None,
+                stack: None,
             }),
         }
     );
@@ -195,6 +197,7 @@ fn the_ledger_of_a_dump_is_the_one_of_the_trace() {
                 create: false,
                 api: Some(("aclrtMallocAlign32", size)),
             }),
+            stack: None,
         })
     };
     let free = |pool, ptr: u64, size: Option<u64>| {
@@ -336,6 +339,7 @@ fn the_2025_format_is_understood() {
             size: 16384,
             totals: None,
             driver: Some(DriverAlloc { module: 7, page: PageType::Normal, create: false, api: None }),
+            stack: None,
         })
     );
     let (rows, _) = read_text(
@@ -622,11 +626,18 @@ fn files_of_a_trace_are_read_as_one() {
 }
 
 fn config(output: &Path) -> Config {
-    Config { output: output.to_owned(), formats: vec![Format::Csv], caller: None }
+    Config { output: output.to_owned(), formats: vec![Format::Csv], stacks: StackStyle::Lines, caller: None }
 }
 
 fn row_at(time: u64, fact: Fact) -> Row {
     Row::new(Nanos(time), Tgid(7), Tid(8), fact)
+}
+
+fn any_stack() -> impl Strategy<Value = Option<Stack>> {
+    let frame = (any_text(), any_text(), 1..u32::MAX)
+        .prop_map(|(function, file, line)| (Frame { function, file, line: Some(line) }, Origin::User));
+    (prop::collection::vec(frame, 0..5), any::<bool>())
+        .prop_map(|(frames, via)| Stack::new(frames, if via { Whose::Via } else { Whose::Own }, false))
 }
 
 fn any_text() -> impl Strategy<Value = Name> {
@@ -690,14 +701,14 @@ fn any_fact() -> impl Strategy<Value = Fact> {
     let device = any::<u16>().prop_map(|device| Some(DeviceId(device % 9000)));
     let ptr = any::<u64>().prop_map(DevicePtr);
     prop_oneof![
-        (any_pool(), device.clone(), ptr.clone(), any::<u64>(), any_totals(), any_driver()).prop_map(
-            |(pool, device, ptr, size, totals, driver)| {
+        (any_pool(), device.clone(), ptr.clone(), any::<u64>(), any_totals(), any_driver(), any_stack())
+            .prop_map(|(pool, device, ptr, size, totals, driver, stack)| {
                 let host = pool == Pool::Host;
                 let driver = driver.filter(|_| host || pool == Pool::Hal);
                 let device = device.filter(|_| !host);
-                Fact::Event(EventKind::Alloc(Alloc { pool, device, ptr, size, totals, driver }))
-            }
-        ),
+                let stack = stack.map(Arc::new);
+                Fact::Event(EventKind::Alloc(Alloc { pool, device, ptr, size, totals, driver, stack }))
+            }),
         (any_pool(), device.clone(), ptr.clone(), prop::option::of(1..u64::MAX), any_totals()).prop_map(
             |(pool, device, ptr, size, totals)| {
                 let device = device.filter(|_| pool != Pool::Host);
@@ -714,6 +725,7 @@ fn any_fact() -> impl Strategy<Value = Fact> {
                 size,
                 code,
                 api,
+                stack: None,
             }))
         }),
         any_text().prop_map(|name| Fact::OpBegin { framework: Framework::Atb, name }),

@@ -8,14 +8,15 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use memscope::dump::{
-    Caller, Config, Fact, FileReport, Format, OutputError, Pipeline, Place, Row, Summary, Writer, rows_of,
+    Caller, Config, Fact, FileReport, Format, OutputError, Pipeline, Place, Row, StackStyle, Summary, Writer,
+    rows_of,
 };
 use memscope::model::*;
 
 const HEADER: &str = "ID,Event,Event Type,Name,Timestamp(ns),Process Id,Thread Id,Device Id,Ptr,Attr,Call Stack(Python),Call Stack(C)";
 
 fn config(output: &Path) -> Config {
-    Config { output: output.to_owned(), formats: vec![Format::Csv], caller: None }
+    Config { output: output.to_owned(), formats: vec![Format::Csv], stacks: StackStyle::Lines, caller: None }
 }
 
 fn row(time: u64, kind: EventKind) -> Row {
@@ -37,6 +38,7 @@ fn pta(time: u64, device: u16, ptr: u64, size: u64, used: u64) -> Row {
             size,
             totals: Some(Totals { allocated: used, reserved: 20971520 }),
             driver: None,
+            stack: None,
         }),
     )
 }
@@ -56,6 +58,7 @@ fn hal(time: u64, pool: Pool, device: Option<u16>, ptr: u64, size: u64) -> Row {
                 create: false,
                 api: Some(("aclrtMallocAlign32", size - 32)),
             }),
+            stack: None,
         }),
     )
 }
@@ -153,6 +156,7 @@ fn rows_are_those_of_msmemscope() {
             size: 1 << 40,
             code: 6,
             api: None,
+            stack: None,
         }),
     );
     let reports = write(
@@ -364,6 +368,7 @@ fn rows_say_what_the_ledger_knows() {
             size,
             totals: None,
             driver: None,
+            stack: None,
         })
     };
     let free = |ptr| {

@@ -101,6 +101,7 @@ fn peer() -> (Vec<NumberedRow>, BTreeMap<u64, String>) {
                 size: number(size),
                 totals: None,
                 driver: None,
+                stack: None,
             })),
             "free" => Fact::Event(EventKind::Free(Free {
                 pool,
@@ -197,7 +198,15 @@ fn live_events() -> Vec<Event> {
     };
     let alloc = |ptr, size| {
         let (pool, device) = (Pool::Pta, Some(DeviceId(0)));
-        EventKind::Alloc(Alloc { pool, device, ptr: DevicePtr(ptr), size, totals: None, driver: None })
+        EventKind::Alloc(Alloc {
+            pool,
+            device,
+            ptr: DevicePtr(ptr),
+            size,
+            totals: None,
+            driver: None,
+            stack: None,
+        })
     };
     let access = |ptr, kind| {
         let (pool, op) = (Some(Pool::Pta), Some(Arc::from("aclnnMm")));
@@ -224,7 +233,12 @@ fn live_and_from_a_dump_the_findings_are_the_same() {
     for rules in [Rules::MEMSCOPE, Rules::DRGPUM] {
         let dir = tempfile::tempdir().expect("a directory");
         let formats = vec![Format::Csv];
-        let config = memscope::dump::Config { output: dir.path().to_owned(), formats, caller: None };
+        let config = memscope::dump::Config {
+            output: dir.path().to_owned(),
+            formats,
+            stacks: memscope::dump::StackStyle::Lines,
+            caller: None,
+        };
         let mut writer = Writer::create(config).expect("writable");
         let mut ledger = Ledger::new(StepRule::default());
         let mut live = Inefficient::new(Config::new(rules));

@@ -37,7 +37,7 @@ fn event() -> impl Strategy<Value = EventKind> {
         12 => (pool.clone(), device.clone(), ptr(), size, totals, driver).prop_map(
             |(pool, device, ptr, size, totals, driver)| {
                 let driver = driver.filter(|_| matches!(pool, Pool::Hal | Pool::Host));
-                EventKind::Alloc(Alloc { pool, device, ptr, size, totals, driver })
+                EventKind::Alloc(Alloc { pool, device, ptr, size, totals, driver, stack: None })
             }
         ),
         8 => (pool, device, ptr()).prop_map(|(pool, device, ptr)| {
@@ -315,7 +315,7 @@ proptest! {
             online.apply(event);
         }
         let document = memscope::report::document::Document::new(Default::default(), &online);
-        let text = memscope::report::terminal::render(&document, false);
+        let text = memscope::report::terminal::render(&document, false, false);
         prop_assert!(!text.is_empty() && text.lines().all(|line| !line.chars().any(char::is_control)));
         prop_assert!(serde_json::to_string(&document).is_ok());
         memscope::report::status::line(&online, 0.0, 0);

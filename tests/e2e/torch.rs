@@ -9,7 +9,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use memscope_e2e::{Block, DumpFile, Ground, Report, Target, Traced, Tracer, truth};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// The 8.x layout of CANN, and the 9.x layout.
 const GROUNDS: [Ground; 2] = [Ground::Torch("2.7.1"), Ground::Torch("2.14.0")];
@@ -128,6 +128,30 @@ fn totals_agree_at_every_mark(lines: &[Value], traced: &Traced, pid: u32, device
     Ok(compared)
 }
 
+/// A leaked block has the very stack on which the program allocated it: its own one, or for a gradient that of the
+/// thread that called the backward pass.
+fn assert_stack(leak: &Value, lines: &[Value]) {
+    let ptr = leak["ptr"].as_str().map(memscope_e2e::pointer);
+    let told = lines.iter().rfind(|line| line["event"] == "leak" && line["ptr"].as_u64() == ptr);
+    let Some(told) = told else {
+        let functions = leak["python"].as_array().into_iter().flatten().map(|frame| &frame["function"]);
+        let functions: Vec<_> = functions.filter_map(Value::as_str).collect();
+        assert_eq!(functions[0].rsplit('.').next(), Some("empty"), "{leak}");
+        assert_eq!(functions.last(), Some(&"<module>"), "{leak}");
+        return;
+    };
+    if told["via"].is_null() {
+        assert_eq!(leak["python"], told["python"], "{leak}");
+        assert_eq!(leak["via"], json!([]));
+        return;
+    }
+    assert_eq!(leak["python"], json!([]), "{leak}");
+    let (via, told) = (leak["via"].as_array(), told["via"].as_array());
+    let (Some(via), Some(told)) = (via, told) else { panic!("{leak}") };
+    // Within, there are the functions of torch that lead into the backward pass.
+    assert!(via.ends_with(told) && via.len() > told.len(), "{leak}");
+}
+
 /// What the report must say of `train_leak.py` with so many steps, wherever it was attached.
 fn assert_leaks(report: &Report, pid: u32, lines: &[Value], steps: u64) -> Result<u64> {
     let device = report.device(pid, 0)?;
@@ -161,10 +185,18 @@ fn assert_leaks(report: &Report, pid: u32, lines: &[Value], steps: u64) -> Resul
             assert_eq!(leak["pattern"], "once", "state that is built late is no headline");
         }
         assert!(leak["op"].as_str().is_some_and(|op| op.starts_with("aclnn")), "{leak}");
-        assert_eq!(leak["tid"], pid);
+        assert_stack(leak, lines);
     }
     assert_eq!(report.lost(), 0);
     Ok(seen)
+}
+
+/// Every allocation has a stack, and every frame its name.
+fn assert_stacks_are_whole(target: &Value) {
+    let stacks = &target["stacks"];
+    assert_eq!((&stacks["without"], &stacks["gone_frames"]), (&json!([]), &json!(0)), "{stacks}");
+    assert!(stacks["own"].as_u64() > Some(100) && stacks["via"].as_u64() > Some(100), "{stacks}");
+    assert!(target["python"].as_str().is_some_and(|version| version.starts_with("3.")), "{target}");
 }
 
 /// The main job: attached to a loop that runs, the leak is named to the block.
@@ -174,7 +206,7 @@ fn a_running_training_loop_is_traced_and_its_leaks_are_exactly_the_truth() -> Re
         if !ground.is_ready() {
             continue;
         }
-        let args = ["--steps", "28", "--step-ms", "200", "--last-block"];
+        let args = ["--steps", "28", "--step-ms", "200", "--last-block", "--leak-gradients"];
         let run = Run::start(ground, "train_leak.py", &args, &[])?;
         run.wait_for(|line| line["event"] == "mark" && line["step"] == 3)?;
         let tracer = Tracer::start(&["-p", &run.target.pid().to_string()])?.attached()?;
@@ -195,14 +227,17 @@ fn a_running_training_loop_is_traced_and_its_leaks_are_exactly_the_truth() -> Re
         assert!(late.iter().filter(|b| dropped.contains(&b.ptr)).count() >= 5, "{late:?}");
         let compared = totals_agree_at_every_mark(&lines, &traced, pid, 0)?;
         assert!(compared as u64 >= seen, "{compared} marks compared, {seen} steps");
+        let via = device["leaks"].as_array().into_iter().flatten().filter(|leak| leak["via"] != json!([]));
+        assert!(via.count() >= 3, "gradients are leaked too");
         let target = &report.0["targets"][0];
+        assert_stacks_are_whole(target);
         assert!(
             target["torch_npu"]
                 .as_str()
                 .is_some_and(|v| ground == Ground::Torch("2.7.1") || v.starts_with("2.14")),
             "{target}"
         );
-        assert_eq!(target["devices"], serde_json::json!([0]));
+        assert_eq!(target["devices"], json!([0]));
     }
     Ok(())
 }

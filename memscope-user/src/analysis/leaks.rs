@@ -10,8 +10,9 @@
 //!   batches is a leak, wherever the trace ends. (See [`Old`] for what frees of older blocks say of d.)
 //! - Else it is a leak.
 //!
-//! Alike are blocks of one pool, device, size class (four to a power of two) and operator. A leak is
-//! recurring when its like leaked in two or more steps; else it happened once: state that was built late.
+//! Alike are blocks of one pool, device, size class (four to a power of two), operator, and place in the program
+//! where that is known. What is known of blocks without a place is held to be true of those with one too, and the
+//! other way round. A leak is recurring when its like leaked in two or more steps; else it happened once: state that was built late.
 //!
 //! Which driver blocks are judged: the program's own ([`Block::belongs_to_program`]), not segments of pools
 //! nor what CANN takes for itself. Pinned host memory and workspaces are kept by allocators for later use
@@ -24,7 +25,8 @@ use std::collections::BinaryHeap;
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::model::{
-    AllocationId, Block, Change, Count, DeviceId, Event, Ledger, Name, Nanos, Pool, Process, StepId, Tgid,
+    AllocationId, Block, Change, Count, DeviceId, Event, Frame, Ledger, Name, Nanos, Pool, Process, StepId,
+    Tgid,
 };
 
 use super::Analysis;
@@ -49,11 +51,20 @@ pub struct Like {
     pub device: Option<DeviceId>,
     class: u16,
     pub op: Option<Name>,
+    /// The line of the program that wanted it.
+    pub place: Option<Frame>,
 }
 
 impl Like {
     fn of(block: &Block) -> Self {
-        Like { pool: block.pool, device: block.device, class: size_class(block.size), op: block.op.clone() }
+        let place = block.stack.as_ref().and_then(|stack| stack.place()).cloned();
+        Like { place, ..Like::anywhere(block) }
+    }
+
+    /// The same, wherever in the program it was wanted.
+    fn anywhere(block: &Block) -> Self {
+        let (class, op) = (size_class(block.size), block.op.clone());
+        Like { pool: block.pool, device: block.device, class, op, place: None }
     }
 }
 
@@ -133,6 +144,8 @@ pub struct Leaks {
 struct Watched {
     /// Later steps that had ended when blocks of a kind were freed: the most.
     freed_late: FxHashMap<Like, u32>,
+    /// The same by [`Like::anywhere`].
+    freed_late_anywhere: FxHashMap<Like, u32>,
     old: FxHashMap<(Pool, Option<DeviceId>, u16), Old>,
     /// The same of blocks of the first whole step, whatever their operator: of the first blocks after attach it
     /// is not known yet.
@@ -282,8 +295,12 @@ impl Watched {
             self.freed_old(block.pool, block.device, block.size, process);
             return;
         }
+        let later = later_steps(block, process);
         let held = self.freed_late.entry(bounded(Like::of(block), &self.freed_late)).or_default();
-        *held = later_steps(block, process).max(*held);
+        *held = later.max(*held);
+        let anywhere = bounded(Like::anywhere(block), &self.freed_late_anywhere);
+        let held = self.freed_late_anywhere.entry(anywhere).or_default();
+        *held = later.max(*held);
         if block.step == WARM_UP {
             let held = self.warm.entry((block.pool, block.device, size_class(block.size))).or_default();
             *held = later_steps(block, process).max(*held);
@@ -338,8 +355,8 @@ impl Watched {
         if later == 0 {
             return Some(Verdict::NotJudged(Reason::LastStep));
         }
-        let like = bounded(Like::of(block), &self.freed_late);
-        let longest = self.freed_late.get(&like).copied().unwrap_or_else(|| {
+        let like = Like::of(block);
+        let longest = self.freed_late_as(&like).unwrap_or_else(|| {
             let key = (like.pool, like.device, like.class);
             let old = self.old.get(&key).map_or(0, |old| old.held(process));
             self.warm.get(&key).copied().unwrap_or(0).max(old)
@@ -350,6 +367,16 @@ impl Watched {
         } else {
             Verdict::NotJudged(Reason::Young { freed_after: longest + 1 })
         })
+    }
+
+    /// Later steps that had ended when blocks of this kind were freed, as far as it is known which were of this kind.
+    fn freed_late_as(&self, like: &Like) -> Option<u32> {
+        let anywhere = Like { place: None, ..like.clone() };
+        if like.place.is_none() {
+            return self.freed_late_anywhere.get(&bounded(anywhere, &self.freed_late_anywhere)).copied();
+        }
+        let here = self.freed_late.get(&bounded(like.clone(), &self.freed_late));
+        here.max(self.freed_late.get(&anywhere)).copied()
     }
 
     fn verdicts(&self, process: &Process) -> Verdicts {
@@ -427,6 +454,7 @@ fn is_unsplit(block: &Block, like: &Like, size: u64) -> bool {
     const REST: u64 = 1 << 20;
     block.pool == Pool::Pta
         && (block.pool, block.device, &block.op) == (like.pool, like.device, &like.op)
+        && block.stack.as_ref().and_then(|stack| stack.place()) == like.place.as_ref()
         && size > REST
         && block.size > size
         && block.size - size < REST
@@ -435,6 +463,7 @@ fn is_unsplit(block: &Block, like: &Like, size: u64) -> bool {
 fn bounded<V>(mut like: Like, known: &FxHashMap<Like, V>) -> Like {
     if known.len() >= LIKES_MAX && !known.contains_key(&like) {
         like.op = None;
+        like.place = None;
     }
     like
 }

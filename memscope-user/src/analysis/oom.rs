@@ -7,12 +7,13 @@
 //! refusal has come back to the program; what it asks for then is another request.
 
 use std::cmp::Reverse;
+use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
 
 use crate::model::{
     AllocFailed, Block, Change, Count, DeviceId, Event, EventKind, Ledger, Nanos, Pool, PoolUse, Process,
-    StepId, Tgid, Tid,
+    Stack, StepId, Tgid, Tid,
 };
 
 use super::Analysis;
@@ -40,6 +41,8 @@ pub struct Oom {
     pub last: Nanos,
     pub step: StepId,
     pub op: Option<crate::model::Name>,
+    /// Where in the program it was asked for, where that is known.
+    pub stack: Option<Arc<Stack>>,
     pub attempts: u32,
     /// The request succeeded right after.
     pub recovered: bool,
@@ -160,6 +163,7 @@ impl OutOfMemory {
             last: event.time,
             step: process.steps().current(),
             op: process.current_op(event.tid).cloned(),
+            stack: failed.stack.clone(),
             attempts: before.map_or(0, |oom| oom.attempts) + 1,
             recovered: false,
             pools: pools(process, device),

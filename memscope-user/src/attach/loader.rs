@@ -9,7 +9,7 @@ use std::{
 
 use aya::maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray, RingBuf};
 use aya_obj::generated::bpf_insn;
-use memscope_ebpf::{ApiCall, Counters, InFlight, InFlightKey, Site};
+use memscope_ebpf::{ApiCall, Counters, InFlight, InFlightKey, Interpreter, Site, Thread};
 
 use super::sys;
 
@@ -70,6 +70,7 @@ fn verifier(log: &str) -> String {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Program {
     Leave,
+    LeaveStack,
     Value,
     Enter,
     Annotate,
@@ -78,6 +79,7 @@ pub enum Program {
     Name,
     Mark,
     Report,
+    ReportStack,
     Mapped,
     Exec,
     Empty,
@@ -92,10 +94,12 @@ impl Program {
             Self::Keep => "keep",
             Self::KeepStruct => "keep_struct",
             Self::Leave => "leave",
+            Self::LeaveStack => "leave_stack",
             Self::Value => "value",
             Self::Name => "name",
             Self::Mark => "mark",
             Self::Report => "report",
+            Self::ReportStack => "report_stack",
             Self::Mapped => "mapped",
             Self::Exec => "exec",
             Self::Empty => "empty",
@@ -104,7 +108,7 @@ impl Program {
     }
 
     pub fn on_return(self) -> bool {
-        matches!(self, Self::Leave | Self::Value | Self::EmptyReturn)
+        matches!(self, Self::Leave | Self::LeaveStack | Self::Value | Self::EmptyReturn)
     }
 
     /// The program that does nothing in place of this one.
@@ -128,6 +132,8 @@ pub enum Flavour {
 pub struct Loader {
     instructions: StdHashMap<String, Vec<bpf_insn>>,
     programs: BTreeMap<(Program, Flavour), OwnedFd>,
+    /// The maps that programs use among themselves: each is there as long as its descriptor.
+    _own_maps: Vec<MapData>,
 }
 
 /// The maps, typed.
@@ -138,6 +144,9 @@ pub struct Maps {
     pub targets: HashMap<MapData, u32, u32>,
     pub in_flight: HashMap<MapData, InFlightKey, InFlight>,
     pub api_calls: HashMap<MapData, u64, ApiCall>,
+    pub interpreters: HashMap<MapData, u32, Interpreter>,
+    pub robust_lists: HashMap<MapData, u32, u64>,
+    pub threads: HashMap<MapData, u64, Thread>,
 }
 
 impl Loader {
@@ -181,15 +190,19 @@ impl Loader {
                 Some((name.clone(), function.instructions.clone()))
             })
             .collect();
-        let maps = Maps {
+        let typed = Maps {
             records: take(&mut maps, "RECORDS", Map::RingBuf)?,
             sites: take(&mut maps, "SITES", Map::Array)?,
             counters: take(&mut maps, "COUNTERS", Map::PerCpuArray)?,
             targets: take(&mut maps, "TARGETS", Map::HashMap)?,
             in_flight: take(&mut maps, "IN_FLIGHT", Map::LruHashMap)?,
             api_calls: take(&mut maps, "API_CALLS", Map::LruHashMap)?,
+            interpreters: take(&mut maps, "INTERPRETERS", Map::HashMap)?,
+            robust_lists: take(&mut maps, "ROBUST_LISTS", Map::HashMap)?,
+            threads: take(&mut maps, "THREADS", Map::HashMap)?,
         };
-        Ok((Self { instructions, programs: BTreeMap::new() }, maps))
+        let own_maps = maps.into_values().collect();
+        Ok((Self { instructions, programs: BTreeMap::new(), _own_maps: own_maps }, typed))
     }
 
     /// The program, loaded for this way of attaching.

@@ -1,5 +1,6 @@
 //! Processes, their libraries, what the kernel can do, and attaching programs to sites.
 
+mod btf;
 pub mod kernel;
 mod loader;
 pub mod process;
@@ -17,7 +18,9 @@ use std::{
 };
 
 use aya::maps::{MapData, RingBuf};
-use memscope_ebpf::{ApiCall, Counters, InFlight, InFlightKey, NO_ARG, SITE_ANY, Site, verdict};
+use memscope_ebpf::{
+    ApiCall, Counters, InFlight, InFlightKey, Interpreter, NO_ARG, SITE_ANY, Site, Thread, verdict,
+};
 
 pub use loader::LoadError;
 use loader::{Flavour, Loader, Maps, Program};
@@ -25,11 +28,12 @@ use process::{FileId, MappedFile, Process, ProcessError, Stamp, is_layered};
 use sys::{PerfUprobe, UprobePmu};
 
 use crate::{
-    model::Tgid,
+    model::{Tgid, Tid},
     probes::{
         catalogue::{At, Class, Probe, Shape},
         resolve::{Found, ResolvedFile, Resolver},
     },
+    stacks,
     text::sanitize,
 };
 
@@ -47,6 +51,8 @@ pub enum AttachError {
     NoMechanism(&'static str),
     #[error("the map of targets refuses process {tgid}: {source}")]
     Target { tgid: Tgid, source: aya::maps::MapError },
+    #[error("the map of interpreters refuses process {tgid}: {source}; trace fewer processes")]
+    Interpreter { tgid: Tgid, source: aya::maps::MapError },
 }
 
 /// Which processes a site is hit by.
@@ -144,6 +150,25 @@ pub struct Config {
     pub mechanism: Option<Mechanism>,
     /// Attaches programs that do nothing, to measure what the bare probes cost.
     pub empty: bool,
+    /// Python stacks of allocations; `None` takes none.
+    pub stacks: Option<StackConfig>,
+}
+
+/// How much of stacks is taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StackConfig {
+    /// Frames at most, from 1 to [`memscope_ebpf::MAX_DEPTH`].
+    pub depth: u32,
+    /// Stacks of a thread a second, at most.
+    pub rate: u32,
+    /// Does without the kernel's own description of its structures, as on kernels that have none.
+    pub without_btf: bool,
+}
+
+impl Default for StackConfig {
+    fn default() -> Self {
+        Self { depth: 64, rate: 10_000, without_btf: false }
+    }
 }
 
 /// A link to the kernel; dropping it detaches.
@@ -163,6 +188,11 @@ pub struct Attacher {
     classes: HashSet<Class>,
     wake_shift: u8,
     empty: bool,
+    /// `None`: not wanted, or this kernel refuses the programs.
+    stacks: Option<StackConfig>,
+    stacks_refused: Option<String>,
+    /// Where a task has its robust list, in bytes; 0: the kernel does not say.
+    robust_list: u32,
     resolver: Resolver,
     files: HashMap<FileId, Arc<ResolvedFile>>,
     /// Files by what all names of one inode share; whether each is of a layered file system.
@@ -201,6 +231,9 @@ struct AttacherMaps {
     targets: aya::maps::HashMap<MapData, u32, u32>,
     in_flight: aya::maps::HashMap<MapData, InFlightKey, InFlight>,
     api_calls: aya::maps::HashMap<MapData, u64, ApiCall>,
+    interpreters: aya::maps::HashMap<MapData, u32, Interpreter>,
+    robust_lists: aya::maps::HashMap<MapData, u32, u64>,
+    threads: aya::maps::HashMap<MapData, u64, Thread>,
 }
 
 /// What is known of a process's libraries.
@@ -219,7 +252,17 @@ impl Attacher {
         raise_memlock();
         let features = kernel::Features::probe();
         let (loader, maps) = Loader::new(config.ring_bytes)?;
-        let Maps { records, sites, counters, targets, in_flight, api_calls } = maps;
+        let Maps {
+            records,
+            sites,
+            counters,
+            targets,
+            in_flight,
+            api_calls,
+            interpreters,
+            robust_lists,
+            threads,
+        } = maps;
         let pmu = UprobePmu::find(Path::new("/sys"));
         let best = if features.uprobe_multi {
             Mechanism::UprobeMulti
@@ -247,13 +290,29 @@ impl Attacher {
         let wake_shift = (config.ring_bytes.max(64 * 1024) / 4).ilog2().min(18) as u8;
         let mut attacher = Self {
             loader,
-            maps: AttacherMaps { sites, counters, targets, in_flight, api_calls },
+            maps: AttacherMaps {
+                sites,
+                counters,
+                targets,
+                in_flight,
+                api_calls,
+                interpreters,
+                robust_lists,
+                threads,
+            },
             mechanism,
             features,
             pmu,
             classes: config.classes,
             wake_shift,
             empty: config.empty,
+            stacks: config.stacks,
+            stacks_refused: None,
+            robust_list: config
+                .stacks
+                .filter(|stacks| !stacks.without_btf)
+                .and_then(|_| btf::robust_list_of_task())
+                .unwrap_or(0),
             resolver: Resolver::default(),
             files: HashMap::new(),
             names: HashMap::new(),
@@ -263,12 +322,42 @@ impl Attacher {
             links: BTreeMap::new(),
             host_links: Vec::new(),
         };
+        attacher.try_stacks();
         let exec = attacher.loader.program(Program::Exec, Flavour::RawTracepoint)?;
         match sys::raw_tracepoint(exec, c"sched_process_exec") {
             Ok(link) => attacher.host_links.push(Link::RawTracepoint(link)),
             Err(e) => tracing::warn!("exec of a target will not be noticed: {e}"),
         }
         Ok((attacher, records))
+    }
+
+    /// Allocations without stacks are better than none: the programs that walk stacks ask most of a kernel.
+    fn try_stacks(&mut self) {
+        if self.stacks.is_none() {
+            return;
+        }
+        let flavour = match self.mechanism {
+            Mechanism::UprobeMulti => Flavour::UprobeMulti,
+            Mechanism::PerfCookie => Flavour::PerfCookie,
+            Mechanism::PerfSite => Flavour::PerfSite(0),
+        };
+        for program in [Program::ReportStack, Program::LeaveStack] {
+            if let Err(e) = self.loader.program(program, flavour) {
+                self.stacks_refused = Some(e.to_string());
+                self.stacks = None;
+                return;
+            }
+        }
+    }
+
+    /// Why this kernel takes no stacks.
+    pub fn stacks_refused(&self) -> Option<&str> {
+        self.stacks_refused.as_deref()
+    }
+
+    /// Whether stacks are taken.
+    pub fn takes_stacks(&self) -> bool {
+        self.stacks.is_some()
     }
 
     pub fn mechanism(&self) -> Mechanism {
@@ -322,6 +411,8 @@ impl Attacher {
         for key in stale {
             let _ = self.maps.api_calls.remove(&key);
         }
+        self.forget_threads(|pid_tgid| (pid_tgid >> 32) as u32 == tgid.0);
+        let _ = self.maps.interpreters.remove(&tgid.0);
         self.processes.remove(&tgid);
         self.links.remove(&Scope::Process(tgid));
         self.attached.retain(|(scope, ..)| *scope != Scope::Process(tgid));
@@ -329,6 +420,55 @@ impl Attacher {
             if site.scope == Scope::Process(tgid) && site.is_attached() {
                 site.status = Status::Ended;
             }
+        }
+    }
+
+    /// From now on the programs take stacks of the process. `salt` is to be another one for each program that a
+    /// process runs: stacks are told apart by it.
+    pub fn take_stacks(
+        &mut self,
+        process: &Process,
+        interpreter: &stacks::Interpreter,
+        salt: u64,
+    ) -> Result<(), AttachError> {
+        let Some(config) = self.stacks else { return Ok(()) };
+        let interval_ns = 1_000_000_000 / config.rate.max(1);
+        let interpreter = Interpreter {
+            robust_list: self.robust_list,
+            depth: config.depth,
+            interval_ns,
+            // What has not been used is saved up for a second.
+            ahead_ns: 1_000_000_000,
+            ..interpreter.for_programs(salt)
+        };
+        let tgid = process.tgid;
+        self.note_robust_lists(process);
+        let inserted = self.maps.interpreters.insert(tgid.0, interpreter, 0);
+        inserted.map_err(|source| AttachError::Interpreter { tgid, source })
+    }
+
+    /// Tells the programs where threads have their robust lists, where the kernel does not.
+    pub fn note_robust_lists(&mut self, process: &Process) {
+        if self.stacks.is_none() || self.robust_list != 0 {
+            return;
+        }
+        for tid in process.threads() {
+            if let Some(list) = stacks::robust_list(tid) {
+                let _ = self.maps.robust_lists.insert(tid.0, list, 0);
+            }
+        }
+    }
+
+    /// Makes room for the stacks of other threads than those that have ended.
+    pub fn forget_ended_threads(&mut self, has_ended: impl Fn(Tid) -> bool) {
+        self.forget_threads(|pid_tgid| has_ended(Tid(pid_tgid as u32)));
+    }
+
+    fn forget_threads(&mut self, which: impl Fn(u64) -> bool) {
+        let ended: Vec<u64> = self.maps.threads.keys().flatten().filter(|key| which(*key)).collect();
+        for key in ended {
+            let _ = self.maps.threads.remove(&key);
+            let _ = self.maps.robust_lists.remove(&(key as u32));
         }
     }
 
@@ -449,7 +589,7 @@ impl Attacher {
                     Status::Failed(format!("no room for another site ({e}): trace fewer processes"));
                 continue;
             }
-            for program in programs_of(probe) {
+            for program in programs_of(probe, self.stacks.is_some()) {
                 let program = if self.empty { program.empty() } else { program };
                 plan.entry(program).or_default().push((hit.offset, index));
             }
@@ -646,12 +786,15 @@ fn advice(error: &io::Error) -> &'static str {
 /// The kernel's own "not supported", which no libc names.
 const ENOTSUPP: i32 = 524;
 
-fn programs_of(probe: &Probe) -> Vec<Program> {
+fn programs_of(probe: &Probe, with_stacks: bool) -> Vec<Program> {
+    let with_stacks = with_stacks && probe.observes.is_allocation();
+    let leave = if with_stacks { Program::LeaveStack } else { Program::Leave };
     match probe.shape {
         Shape::Enter => vec![Program::Enter],
         Shape::Annotate => vec![Program::Annotate],
-        Shape::EnterReturn { structure: NO_ARG, .. } => vec![Program::Keep, Program::Leave],
-        Shape::EnterReturn { .. } => vec![Program::KeepStruct, Program::Leave],
+        Shape::EnterReturn { structure: NO_ARG, .. } => vec![Program::Keep, leave],
+        Shape::EnterReturn { .. } => vec![Program::KeepStruct, leave],
+        Shape::Report { .. } if with_stacks => vec![Program::ReportStack],
         Shape::Report { .. } => vec![Program::Report],
         Shape::Name { .. } => vec![Program::Name],
         Shape::Mark { id: false, .. } => vec![Program::Mark],

@@ -12,7 +12,10 @@ use std::{
     time::Duration,
 };
 
-use crate::{model::Tgid, text::sanitize};
+use crate::{
+    model::{Tgid, Tid},
+    text::sanitize,
+};
 
 #[derive(Debug, thiserror::Error)]
 pub enum ProcessError {
@@ -79,6 +82,11 @@ impl Proc {
         Some((Tgid(fields.get(1)?.parse().ok()?), fields.get(3)?.parse().ok()?))
     }
 
+    /// Whether a thread is there.
+    pub fn has_thread(&self, tid: Tid) -> bool {
+        self.root.join(tid.to_string()).exists()
+    }
+
     /// How long the process has been there, to the clock tick (10 ms).
     pub fn age(&self, tgid: Tgid) -> Option<Duration> {
         let uptime: f64 =
@@ -124,6 +132,8 @@ pub struct MappedFile {
     /// As the process sees it. A deleted file has " (deleted)" behind its name.
     pub path: PathBuf,
     range: String,
+    /// Offset in the file from which `range` maps it.
+    pub offset: u64,
     id: String,
 }
 
@@ -131,6 +141,11 @@ impl MappedFile {
     /// Names the file within one reading of the process's maps and the next.
     pub fn id(&self) -> &str {
         &self.id
+    }
+
+    /// Where its code is mapped.
+    pub fn start(&self) -> Option<u64> {
+        u64::from_str_radix(self.range.split('-').next()?, 16).ok()
     }
 }
 
@@ -270,6 +285,15 @@ impl Process {
         Some(bytes)
     }
 
+    /// Ids of its threads.
+    pub fn threads(&self) -> Vec<Tid> {
+        fs::read_dir(self.proc.path(self.tgid, "task"))
+            .into_iter()
+            .flatten()
+            .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok().map(Tid))
+            .collect()
+    }
+
     /// Numbers of the Ascend devices that it holds open (`/dev/davinciN`).
     pub fn open_devices(&self) -> Vec<u16> {
         let mut devices: Vec<u16> = fs::read_dir(self.proc.path(self.tgid, "fd"))
@@ -325,17 +349,20 @@ fn parse_maps(maps: &[u8]) -> Vec<MappedFile> {
             rest = tail.trim_ascii_start();
             field
         };
-        let (range, access, _offset, device, inode) = (field(), field(), field(), field(), field());
+        let (range, access, offset, device, inode) = (field(), field(), field(), field(), field());
         if access.get(2) != Some(&b'x') || inode == b"0" || !rest.starts_with(b"/") {
             continue;
         }
         if seen.insert((device, inode))
             && let Ok(range) = std::str::from_utf8(range)
+            && let Some(offset) =
+                std::str::from_utf8(offset).ok().and_then(|o| u64::from_str_radix(o, 16).ok())
         {
             let id = format!("{} {}", String::from_utf8_lossy(device), String::from_utf8_lossy(inode));
             files.push(MappedFile {
                 path: PathBuf::from(OsStr::from_bytes(rest)),
                 range: range.to_owned(),
+                offset,
                 id,
             });
         }
@@ -372,7 +399,7 @@ mod tests {
         let files = parse_maps(maps);
         let paths: Vec<_> = files.iter().map(|f| f.path.to_str().unwrap()).collect();
         assert_eq!(paths, ["/usr/bin/python3", "/opt/my libs/libascendcl.so (deleted)"]);
-        assert_eq!(files[1].range, "7f01-7f02");
+        assert_eq!((files[1].start(), files[1].offset), (Some(0x7f01), 0));
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::{Verdict, list::List, offline::each_row, trace::FormatWord};
-use crate::dump::{Caller, Config, Writer};
+use crate::dump::{Caller, Config, StackStyle, Writer};
 
 #[derive(Debug, Args)]
 pub struct ConvertArgs {
@@ -16,11 +16,16 @@ pub struct ConvertArgs {
     /// What to write [csv, db]
     #[arg(long, alias = "data-format", value_name = "LIST", default_value = "db")]
     format: List<FormatWord>,
+    /// Write each stack on one line: for tools that take every line for a row
+    #[arg(long)]
+    flat_stacks: bool,
 }
 
 pub(super) fn run(args: ConvertArgs) -> anyhow::Result<Verdict> {
     let formats = args.format.0.iter().map(|word| word.format()).collect();
-    let mut writer = Writer::create(Config { output: args.output, formats, caller: Caller::of_sudo() })?;
+    let stacks = if args.flat_stacks { StackStyle::Flat } else { StackStyle::Lines };
+    let mut writer =
+        Writer::create(Config { output: args.output, formats, stacks, caller: Caller::of_sudo() })?;
     each_row(&[args.input], |numbered| writer.write(&numbered.row))?;
     let mut failed = None;
     for file in writer.finish() {

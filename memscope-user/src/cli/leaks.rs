@@ -83,7 +83,7 @@ fn over_steps(args: &LeaksArgs) -> anyhow::Result<bool> {
     if args.json {
         print_json(&document)?;
     } else {
-        print!("{}", terminal::render(&document, false));
+        print!("{}", terminal::render(&document, false, false));
     }
     Ok(document.has_leaks())
 }

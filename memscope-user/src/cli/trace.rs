@@ -8,10 +8,12 @@ use std::{
     os::unix::{fs::OpenOptionsExt, process::ExitStatusExt},
     path::{Path, PathBuf},
     process::ExitStatus,
+    str::FromStr,
 };
 
 use anyhow::Context;
 use clap::Args;
+use memscope_ebpf::MAX_DEPTH;
 use regex::Regex;
 
 use super::{
@@ -20,8 +22,8 @@ use super::{
     progress::Terminal,
 };
 use crate::{
-    attach::{Mechanism, process::Proc},
-    dump::Format,
+    attach::{Mechanism, StackConfig, process::Proc},
+    dump::{Format, StackStyle},
     model::{StepRule, Tgid},
     probes::catalogue::Class,
     report::{document::Document, terminal},
@@ -55,6 +57,10 @@ pub struct TraceArgs {
     /// What to look for [leaks, none]
     #[arg(long, value_name = "LIST", default_value = "leaks", help_heading = "What to look at")]
     analysis: List<AnalysisWord>,
+    /// Stacks of allocations: the lines of the program that led to them, so many frames at most
+    /// [python[:DEPTH], none]
+    #[arg(long, value_name = "LIST", default_value = "python", help_heading = "What to look at")]
+    call_stack: List<StackWord>,
     /// Report and dump these devices only, by the driver's numbers [npu, npu:N]
     #[arg(long, value_name = "LIST", help_heading = "What to look at")]
     device: Option<List<Device>>,
@@ -80,6 +86,12 @@ pub struct TraceArgs {
     /// Write the JSON report to this file as well
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     report: Option<PathBuf>,
+    /// Write each stack of the dump on one line: for tools that take every line for a row
+    #[arg(long, help_heading = "Output")]
+    flat_stacks: bool,
+    /// Of stacks, show the line of the user's own code, or all lines [user, all]
+    #[arg(long, value_name = "WHICH", default_value = "user", help_heading = "Output")]
+    show_frames: FramesWord,
     /// Exit with code 1 when this is found [leaks]
     #[arg(long, value_name = "LIST", help_heading = "Output")]
     fail_on: Option<List<FailWord>>,
@@ -87,12 +99,19 @@ pub struct TraceArgs {
     /// Size of the buffer between kernel and tracer
     #[arg(long, value_name = "BYTES", default_value = "16M", help_heading = "Tuning")]
     ring_size: Bytes,
+    /// Stacks of a thread a second, at most; allocations beyond are counted as without one
+    #[arg(long, value_name = "N", default_value_t = StackConfig::default().rate, help_heading = "Tuning",
+        value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    stack_rate: u32,
     /// Attach in this way instead of the best one [multi, perf-cookie, perf-site]
     #[arg(long, value_name = "NAME", help_heading = "Tuning")]
     mechanism: Option<MechanismWord>,
     /// Attach programs that do nothing: what the bare probes cost (cargo xtask bench)
     #[arg(long, hide = true)]
     empty_programs: bool,
+    /// Do as on kernels that do not describe their structures
+    #[arg(long, hide = true)]
+    without_btf: bool,
 }
 
 words! { Level: "level" { Op = "op" | "0", Kernel = "kernel" | "1" } }
@@ -100,7 +119,38 @@ words! { EventWord: "kind of event" { Alloc = "alloc", Free = "free", Launch = "
 words! { AnalysisWord: "analysis" { Leaks = "leaks", None = "none" } }
 words! { FormatWord: "format" { Csv = "csv", Db = "db" } }
 words! { FailWord: "finding" { Leaks = "leaks" } }
+words! { FramesWord: "choice of frames" { User = "user", All = "all" } }
 words! { MechanismWord: "mechanism" { Multi = "multi", PerfCookie = "perf-cookie", PerfSite = "perf-site" } }
+
+/// `python[:DEPTH]`, `none`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum StackWord {
+    Python { depth: Option<u32> },
+    None,
+}
+
+impl FromStr for StackWord {
+    type Err = String;
+
+    fn from_str(word: &str) -> Result<Self, String> {
+        let (kind, depth) = match word.split_once(':') {
+            Some((kind, depth)) => (kind, Some(depth)),
+            None => (word, None),
+        };
+        match (kind, depth) {
+            ("none", None) => Ok(Self::None),
+            ("c", _) => Err("native stacks (c) are not available yet; python ones are".into()),
+            ("python", None) => Ok(Self::Python { depth: None }),
+            ("python", Some(depth)) => match depth.parse() {
+                Ok(depth) if (1..=MAX_DEPTH as u32).contains(&depth) => {
+                    Ok(Self::Python { depth: Some(depth) })
+                }
+                _ => Err(format!("{depth:?} is no depth: they are whole numbers from 1 to {MAX_DEPTH}")),
+            },
+            _ => Err(format!("{word:?} is no kind of stack; known are: python, python:DEPTH, none")),
+        }
+    }
+}
 
 impl FormatWord {
     pub(super) fn format(self) -> Format {
@@ -155,6 +205,7 @@ impl TraceArgs {
             output: (!self.no_dump).then_some(self.output),
             formats: self.format.0.iter().map(|word| word.format()).collect(),
             dump: DumpSelection { memory, launches },
+            dump_stacks: if self.flat_stacks { StackStyle::Flat } else { StackStyle::Lines },
             ring_bytes: u32::try_from(self.ring_size.0)
                 .ok()
                 .filter(|n| (64 << 10..=1 << 30).contains(n))
@@ -164,14 +215,27 @@ impl TraceArgs {
                 MechanismWord::PerfCookie => Mechanism::PerfCookie,
                 MechanismWord::PerfSite => Mechanism::PerfSite,
             }),
+            stacks: stacks(&self.call_stack, self.stack_rate, self.without_btf),
             stdout_is_taken: self.json,
             empty: self.empty_programs,
         })
     }
 }
 
+/// The last word counts.
+fn stacks(words: &List<StackWord>, rate: u32, without_btf: bool) -> Option<StackConfig> {
+    match words.0.last() {
+        Some(StackWord::Python { depth }) => {
+            let depth = depth.unwrap_or(StackConfig::default().depth);
+            Some(StackConfig { depth, rate, without_btf })
+        }
+        Some(StackWord::None) | None => None,
+    }
+}
+
 pub(super) fn run(args: TraceArgs, quiet: bool) -> anyhow::Result<Verdict> {
     let json = args.json;
+    let all_frames = args.show_frames == FramesWord::All;
     // Before the trace: afterwards it would be too late to say that the file can not be written.
     let report = args.report.as_deref().map(create_report).transpose()?;
     let fail_on_leaks = args.fail_on.as_ref().is_some_and(|list| list.0.contains(&FailWord::Leaks));
@@ -183,7 +247,7 @@ pub(super) fn run(args: TraceArgs, quiet: bool) -> anyhow::Result<Verdict> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let outcome = runtime.block_on(trace::run(config, &mut progress))?;
     progress.end();
-    print(&outcome.document, json)?;
+    print(&outcome.document, json, all_frames)?;
     if let Some(mut file) = report {
         serde_json::to_writer(&mut file, &outcome.document).context("can not write the report")?;
         file.flush().context("can not write the report")?;
@@ -203,14 +267,14 @@ fn create_report(path: &Path) -> anyhow::Result<BufWriter<File>> {
     Ok(BufWriter::new(file))
 }
 
-fn print(document: &Document, json: bool) -> anyhow::Result<()> {
+fn print(document: &Document, json: bool, all_frames: bool) -> anyhow::Result<()> {
     let mut out = io::stdout().lock();
     if json {
         serde_json::to_writer_pretty(&mut out, document)?;
         writeln!(out)?;
     } else {
         let colour = out.is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty());
-        write!(out, "{}", terminal::render(document, colour))?;
+        write!(out, "{}", terminal::render(document, colour, all_frames))?;
     }
     Ok(out.flush()?)
 }

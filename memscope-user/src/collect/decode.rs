@@ -1,5 +1,7 @@
 //! Records become events.
 
+use std::sync::Arc;
+
 use memscope_ebpf::{Enter, Header, Mark, Name as NameRecord, Plain, Report, Return, flags, kind};
 use rustc_hash::FxHashMap;
 
@@ -10,13 +12,14 @@ use super::{
 use crate::{
     model::{
         Alloc, AllocFailed, DeviceId, DevicePtr, DriverAlloc, Event, EventKind, Free, Name, Nanos, PageType,
-        Pool, Tgid, Tid, Totals,
+        Pool, Stack, Tgid, Tid, Totals,
     },
     probes::{
         catalogue::{At, Fact, Probe, Shape},
         resolve::Found,
         torch_npu::ReportLayout,
     },
+    stacks::Stacks,
 };
 
 /// Marks that tools put into the stream for themselves.
@@ -44,6 +47,7 @@ pub struct Decoder {
     sites: Vec<SiteFacts>,
     processes: FxHashMap<Tgid, ProcessState>,
     names: Names,
+    pub stacks: Stacks,
     /// Wall clock minus monotonic clock, ns.
     clock_offset: i64,
     read_text: ReadText,
@@ -128,6 +132,7 @@ impl Decoder {
             sites: Vec::new(),
             processes: FxHashMap::default(),
             names: Names::default(),
+            stacks: Stacks::default(),
             clock_offset,
             read_text,
             received: 0,
@@ -151,6 +156,7 @@ impl Decoder {
 
     pub fn forget(&mut self, tgid: Tgid) {
         self.processes.remove(&tgid);
+        self.stacks.forget(tgid);
     }
 
     /// Wall-clock time of a monotonic one.
@@ -180,6 +186,10 @@ impl Decoder {
                 self.received += 1;
                 return Some(Notice::Mapped(tgid, header.time_ns));
             }
+            kind::STACK => {
+                self.malformed += u64::from(self.stacks.learn(bytes).is_none());
+                return None;
+            }
             _ => {}
         }
         let Some(site) = self.sites.get_mut(header.site as usize) else {
@@ -201,7 +211,8 @@ impl Decoder {
                 let probe = site.probe;
                 Return::read(bytes).map(|call| {
                     let api = self.sites.get(call.api as usize).map(|site| (site.probe.site, call.asked));
-                    process.leave(probe, &call, api)
+                    let stack = self.stacks.get(tgid, call.stack);
+                    process.leave(probe, &call, api, stack)
                 })
             }
             kind::NAME => NameRecord::read(bytes).map(|name| {
@@ -213,7 +224,7 @@ impl Decoder {
                 process.mark(site.probe, &mark, &text, &mut self.names)
             }),
             kind::REPORT => match Report::read(bytes) {
-                Some(report) => match process.report(site, &report) {
+                Some(report) => match process.report(site, &report, self.stacks.get(tgid, report.stack)) {
                     Ok(kind) => Some(kind),
                     Err(why) => return Some(Notice::Distrust { site: header.site as usize, why }),
                 },
@@ -302,7 +313,13 @@ impl ProcessState {
         })
     }
 
-    fn leave(&mut self, probe: &'static Probe, call: &Return, api: Api) -> Option<EventKind> {
+    fn leave(
+        &mut self,
+        probe: &'static Probe,
+        call: &Return,
+        api: Api,
+        stack: Option<Arc<Stack>>,
+    ) -> Option<EventKind> {
         let args = &call.args;
         let tid = Tid(call.header.tid);
         let failed = call.header.flags & flags::FAILED != 0;
@@ -320,7 +337,7 @@ impl ProcessState {
                 let pool = if host { Pool::Host } else { Pool::Hal };
                 let device = (!host).then_some(DeviceId((flag & 0x3ff) as u16));
                 let driver = DriverAlloc { module: (flag >> 56) as u8, page, create: false, api };
-                driver_alloc(probe, call, pool, device, driver)
+                driver_alloc(probe, call, stack, pool, device, driver)
             }
             Fact::DriverCreate => {
                 // struct drv_mem_prop: side@0, devid@4, module_id@8, pg_type@12.
@@ -335,12 +352,12 @@ impl ProcessState {
                     _ => PageType::Normal,
                 };
                 let driver = DriverAlloc { module: second as u8, page, create: true, api };
-                driver_alloc(probe, call, pool, device, driver)
+                driver_alloc(probe, call, stack, pool, device, driver)
             }
             Fact::RuntimeAllocCounted | Fact::RuntimeHostAllocCounted => {
                 let pool = if probe.observes == Fact::RuntimeAllocCounted { Pool::Hal } else { Pool::Host };
                 let driver = DriverAlloc { module: 33, page: PageType::Normal, create: false, api };
-                driver_alloc(probe, call, pool, None, driver)
+                driver_alloc(probe, call, stack, pool, None, driver)
             }
             Fact::DriverRetain => {
                 if !failed && call.result != 0 && self.retained.len() < MOST {
@@ -356,6 +373,7 @@ impl ProcessState {
                     size: args[1],
                     code: 0,
                     api: None,
+                    stack,
                 })
             } else {
                 EventKind::Alloc(Alloc {
@@ -365,6 +383,7 @@ impl ProcessState {
                     size: args[1],
                     totals: None,
                     driver: None,
+                    stack,
                 })
             }),
             Fact::DeviceClose if !failed => {
@@ -509,7 +528,12 @@ impl ProcessState {
         Some(EventKind::RangeEnd { range: self.ranges.end(tid, from, domain, id) })
     }
 
-    fn report(&mut self, site: &mut SiteFacts, report: &Report) -> Result<Option<EventKind>, String> {
+    fn report(
+        &mut self,
+        site: &mut SiteFacts,
+        report: &Report,
+        stack: Option<Arc<Stack>>,
+    ) -> Result<Option<EventKind>, String> {
         if report.header.flags & flags::UNREADABLE != 0 {
             return Ok(None);
         }
@@ -524,9 +548,15 @@ impl ProcessState {
         let totals = Some(Totals { allocated: usage.allocated, reserved: usage.reserved });
         let ptr = DevicePtr(usage.ptr);
         Ok(match usage.what {
-            What::Alloc => {
-                Some(EventKind::Alloc(Alloc { pool, device, ptr, size: usage.size, totals, driver: None }))
-            }
+            What::Alloc => Some(EventKind::Alloc(Alloc {
+                pool,
+                device,
+                ptr,
+                size: usage.size,
+                totals,
+                driver: None,
+                stack,
+            })),
             What::Free => Some(EventKind::Free(Free { pool, device, ptr, size: Some(usage.size), totals })),
             // The block has become reusable: no change of what is allocated.
             What::BlockFree => None,
@@ -537,6 +567,7 @@ impl ProcessState {
 fn driver_alloc(
     probe: &'static Probe,
     call: &Return,
+    stack: Option<Arc<Stack>>,
     pool: Pool,
     device: Option<DeviceId>,
     driver: DriverAlloc,
@@ -544,7 +575,7 @@ fn driver_alloc(
     let size = call.args[1];
     if call.header.flags & flags::FAILED != 0 {
         let (function, code, api) = (probe.site, call.result as i32, driver.api);
-        return Some(EventKind::AllocFailed(AllocFailed { pool, function, device, size, code, api }));
+        return Some(EventKind::AllocFailed(AllocFailed { pool, function, device, size, code, api, stack }));
     }
     // Without the address there is no block to speak of; the site counts it as unreadable.
     (call.result != 0).then_some(EventKind::Alloc(Alloc {
@@ -554,6 +585,7 @@ fn driver_alloc(
         size,
         totals: None,
         driver: Some(driver),
+        stack,
     }))
 }
 

@@ -14,6 +14,7 @@ mod pipeline;
 pub mod read;
 mod record;
 mod row;
+mod stack;
 mod table;
 mod writer;
 
@@ -22,6 +23,7 @@ pub use output::{Caller, OutputError};
 pub use parse::RowError;
 pub use pipeline::{Pipeline, Summary};
 pub use row::{Fact, Framework, Place, Row, live_rows, rows_of};
+pub use stack::StackStyle;
 pub use writer::{Config, FileReport, Format, WriteFailure, Writer};
 
 /// Names of the twelve columns, in order.

@@ -2,21 +2,25 @@
 //! that msMemScope has written.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::model::{
     Access, AccessKind, Alloc, AllocFailed, AllocationId, DeviceId, DevicePtr, DriverAlloc, EventKind, Free,
-    Module, Name, Nanos, PageType, Pool, Tgid, Tid, Totals,
+    Module, Name, Nanos, PageType, Pool, Stack, Tgid, Tid, Totals,
 };
 use crate::text::sanitize;
 
 use super::csv::{SplitError, decode_text};
 use super::row::{Fact, Framework, Row};
+use super::stack;
 
 /// Distinct names kept to be shared. A dump can have as many as it has rows.
 const NAMES_KEPT: usize = 1 << 16;
+
+/// The same of stacks, which are larger.
+const STACKS_KEPT: usize = 1 << 12;
 
 /// What is wrong with a row.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -57,6 +61,8 @@ pub(super) struct Fields<'a> {
     pub device: &'a [u8],
     pub ptr: &'a [u8],
     pub attrs: Attrs<'a>,
+    /// Stack of the Python functions.
+    pub python: &'a [u8],
 }
 
 /// What can be said of a row without those before it. [`Continuity`] adds the rest.
@@ -156,11 +162,12 @@ fn is_key(text: &[u8]) -> bool {
 pub(super) struct Parser {
     dialect: Dialect,
     names: FxHashMap<Box<[u8]>, Name>,
+    stacks: FxHashMap<Box<[u8]>, Option<Arc<Stack>>>,
 }
 
 impl Parser {
     pub fn new(dialect: Dialect) -> Self {
-        Parser { dialect, names: FxHashMap::default() }
+        Parser { dialect, names: FxHashMap::default(), stacks: FxHashMap::default() }
     }
 
     /// `None`: a row that says nothing an analysis knows.
@@ -233,7 +240,15 @@ impl Parser {
                 };
                 let driver = matches!(pool, Pool::Hal | Pool::Host).then(|| driver_of(attrs)).flatten();
                 let totals = totals_of(attrs);
-                Fact::Event(EventKind::Alloc(Alloc { pool, device: None, ptr, size, totals, driver }))
+                Fact::Event(EventKind::Alloc(Alloc {
+                    pool,
+                    device: None,
+                    ptr,
+                    size,
+                    totals,
+                    driver,
+                    stack: self.stack(fields.python),
+                }))
             }
             (b"FREE", event_type) => {
                 let Some(pool) = pool_of(event_type) else { return Ok(None) };
@@ -305,12 +320,36 @@ impl Parser {
                 // What msMemScope writes such a row for.
                 code: attrs.ret.and_then(i32_of).unwrap_or(6),
                 api: api_of(attrs),
+                stack: self.stack(fields.python),
             })),
             _ => return Ok(None),
         }))
     }
 
     /// A name of the target.
+    fn stack(&mut self, cell: &[u8]) -> Option<Arc<Stack>> {
+        if cell.is_empty() {
+            return None;
+        }
+        if let Some(stack) = self.stacks.get(cell) {
+            return stack.clone();
+        }
+        let text = String::from_utf8_lossy(cell);
+        let stack = match self.dialect {
+            Dialect::Csv => {
+                let lines: Vec<_> = text.lines().map(|line| decode_text(line).into_owned()).collect();
+                stack::parse(&lines.join("\n"))
+            }
+            Dialect::Db => stack::parse(&text),
+        };
+        let stack = stack.map(Arc::new);
+        if self.stacks.len() >= STACKS_KEPT {
+            self.stacks.clear();
+        }
+        self.stacks.insert(cell.into(), stack.clone());
+        stack
+    }
+
     fn name(&mut self, cell: &[u8]) -> Name {
         if let Some(name) = self.names.get(cell) {
             return name.clone();

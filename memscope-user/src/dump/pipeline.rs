@@ -180,7 +180,7 @@ fn run(mut writer: Writer, shared: &Shared) -> Vec<FileReport> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dump::Format;
+    use crate::dump::{Format, StackStyle};
     use crate::model::{Event, EventKind};
 
     fn mark(time: u64) -> Row {
@@ -193,7 +193,12 @@ mod tests {
     #[test]
     fn rows_that_find_no_room_are_counted_and_the_dump_says_where() {
         let dir = tempfile::tempdir().expect("a directory");
-        let config = Config { output: dir.path().into(), formats: vec![Format::Csv], caller: None };
+        let config = Config {
+            output: dir.path().into(),
+            formats: vec![Format::Csv],
+            stacks: StackStyle::Lines,
+            caller: None,
+        };
         let writer = Writer::create(config).expect("writable");
         let shared = Arc::new(Shared::default());
         let mut pipeline = Pipeline { shared: Arc::clone(&shared), thread: None };

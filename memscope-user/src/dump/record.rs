@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use crate::model::{AccessKind, Alloc, DevicePtr, EventKind, Module, PageType, Pool, Totals};
+use crate::model::{AccessKind, Alloc, DevicePtr, EventKind, Module, PageType, Pool, Stack, Totals};
 
 use super::row::{Fact, Framework, Place, Row};
 
@@ -14,6 +14,7 @@ pub(super) struct Record<'a> {
     pub place: Option<Place>,
     pub ptr: Option<DevicePtr>,
     pub attrs: Vec<(&'static str, Value<'a>)>,
+    pub stack: Option<&'a Stack>,
 }
 
 pub(super) enum Label<'a> {
@@ -46,11 +47,24 @@ pub(super) struct Owner<'a> {
 
 impl<'a> Record<'a> {
     fn new(row: &Row, event: &'static str, event_type: &'static str) -> Self {
-        Record { event, event_type, name: Label::None, place: row.place(), ptr: None, attrs: Vec::new() }
+        Record {
+            event,
+            event_type,
+            name: Label::None,
+            place: row.place(),
+            ptr: None,
+            attrs: Vec::new(),
+            stack: None,
+        }
     }
 
     fn named(mut self, name: Label<'a>) -> Self {
         self.name = name;
+        self
+    }
+
+    fn on(mut self, stack: Option<&'a Stack>) -> Self {
+        self.stack = stack;
         self
     }
 
@@ -66,6 +80,7 @@ pub(super) fn records<'a>(row: &'a Row, mut put: impl FnMut(Record<'a>)) {
     match &row.fact {
         Fact::Event(EventKind::Alloc(alloc)) => {
             let mut record = block(row, "MALLOC", alloc.pool, alloc.ptr, Some(alloc.size));
+            record.stack = alloc.stack.as_deref();
             record.attrs.extend(totals(alloc.pool, alloc.totals));
             record.attrs.extend(owner(row, alloc).map(|owner| ("owner", Value::Owner(owner))));
             if let Some(driver) = &alloc.driver {
@@ -86,6 +101,7 @@ pub(super) fn records<'a>(row: &'a Row, mut put: impl FnMut(Record<'a>)) {
         }
         Fact::Event(EventKind::AllocFailed(failed)) => put(new("OOM_DETAIL", "OOM_TRIGGER")
             .named(Label::Text("OOM_Trigger"))
+            .on(failed.stack.as_deref())
             .with([
                 ("func", Value::Word(failed.function)),
                 ("req_size", Value::Number(failed.size)),

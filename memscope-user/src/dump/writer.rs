@@ -16,6 +16,7 @@ use super::db::DbFile;
 use super::output::{Caller, Dir, OutputError, Root};
 use super::record::{Record, records};
 use super::row::{Fact, Place, Row};
+use super::stack::StackStyle;
 use super::table::{Stopped, TableFile};
 
 /// Device-less rows kept for the files that a process opens later.
@@ -29,6 +30,7 @@ pub struct Config {
     /// The output directory; made when missing.
     pub output: PathBuf,
     pub formats: Vec<Format>,
+    pub stacks: StackStyle,
     /// Who gets the files; [`Caller::of_sudo`] unless there is a reason for somebody else.
     pub caller: Option<Caller>,
 }
@@ -85,6 +87,7 @@ impl WriteFailure {
 pub struct Writer {
     root: Root,
     formats: Vec<Format>,
+    stacks: StackStyle,
     projects: FxHashMap<Tgid, Project>,
     reports: Vec<FileReport>,
 }
@@ -93,12 +96,20 @@ impl Writer {
     /// Opens the output directory; fails when nothing can be written there.
     pub fn create(config: Config) -> Result<Self, OutputError> {
         let root = Root::open(&config.output, config.caller)?;
-        Ok(Writer { root, formats: config.formats, projects: FxHashMap::default(), reports: Vec::new() })
+        Ok(Writer {
+            root,
+            formats: config.formats,
+            stacks: config.stacks,
+            projects: FxHashMap::default(),
+            reports: Vec::new(),
+        })
     }
 
     pub fn write(&mut self, row: &Row) {
-        let project =
-            self.projects.entry(row.tgid).or_insert_with(|| Project::new(row.tgid, self.formats.clone()));
+        let project = self
+            .projects
+            .entry(row.tgid)
+            .or_insert_with(|| Project::new(row.tgid, self.formats.clone(), self.stacks));
         project.write(&self.root.dir, row);
         // The program that comes next is another process in all but its number.
         if row.fact == Fact::Event(EventKind::Exec)
@@ -140,6 +151,7 @@ impl Writer {
 struct Project {
     tgid: Tgid,
     formats: Vec<Format>,
+    stacks: StackStyle,
     /// Made with the first file.
     dir: Option<Result<Dir, Refused>>,
     next_id: u64,
@@ -166,10 +178,11 @@ enum End {
 }
 
 impl Project {
-    fn new(tgid: Tgid, formats: Vec<Format>) -> Self {
+    fn new(tgid: Tgid, formats: Vec<Format>, stacks: StackStyle) -> Self {
         Project {
             tgid,
             formats,
+            stacks,
             dir: None,
             next_id: 0,
             tables: BTreeMap::new(),
@@ -228,11 +241,11 @@ impl Project {
     }
 
     fn tables_of(&mut self, root: &Dir, place: Place) -> &mut [Table] {
-        let Project { tgid, formats, dir, tables, kept, .. } = self;
+        let Project { tgid, formats, stacks, dir, tables, kept, .. } = self;
         tables.entry(place).or_insert_with(|| {
             let dir = dir.get_or_insert_with(|| make_project_dir(root, *tgid));
             let mut tables: Vec<Table> =
-                formats.iter().map(|format| Table::open(dir.as_ref(), *format, place)).collect();
+                formats.iter().map(|format| Table::open(dir.as_ref(), *format, *stacks, place)).collect();
             for (first_id, row) in kept.iter() {
                 let mut id = *first_id;
                 records(row, |record| {
@@ -320,7 +333,7 @@ struct Table {
 }
 
 impl Table {
-    fn open(project: Result<&Dir, &Refused>, format: Format, place: Place) -> Self {
+    fn open(project: Result<&Dir, &Refused>, format: Format, stacks: StackStyle, place: Place) -> Self {
         let mut table = Table {
             path: PathBuf::new(),
             format,
@@ -353,11 +366,11 @@ impl Table {
         let file: io::Result<Box<dyn TableFile>> = match format {
             Format::Csv => {
                 table.path.set_extension("csv");
-                CsvFile::create(dir, stem).map(|file| Box::new(file) as _)
+                CsvFile::create(dir, stem, stacks).map(|file| Box::new(file) as _)
             }
             Format::Db => {
                 table.path.set_extension("db");
-                DbFile::create(dir, stem).map(|file| Box::new(file) as _)
+                DbFile::create(dir, stem, stacks).map(|file| Box::new(file) as _)
             }
         };
         match file {

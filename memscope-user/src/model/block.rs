@@ -1,8 +1,10 @@
 //! Blocks, and the store of those that are alive.
 
+use std::sync::Arc;
+
 use rustc_hash::FxHashMap;
 
-use super::{AllocationId, DeviceId, DevicePtr, Module, Name, Nanos, PageType, Pool, StepId, Tid};
+use super::{AllocationId, DeviceId, DevicePtr, Module, Name, Nanos, PageType, Pool, Stack, StepId, Tid};
 
 /// One allocation of a pool, from its allocation to its free.
 #[derive(Debug, Clone, PartialEq)]
@@ -26,6 +28,8 @@ pub struct Block {
     pub driver: Option<Driver>,
     /// For a driver block: the pool that cuts it into blocks of its own.
     pub segment_of: Option<Pool>,
+    /// Where in the program it was allocated, where that is known.
+    pub stack: Option<Arc<Stack>>,
 }
 
 /// What the driver was told about a block.
@@ -133,6 +137,6 @@ mod tests {
 
     #[test]
     fn a_block_is_small() {
-        assert!(size_of::<Option<Block>>() <= 104, "{}", size_of::<Option<Block>>());
+        assert!(size_of::<Option<Block>>() <= 112, "{}", size_of::<Option<Block>>());
     }
 }

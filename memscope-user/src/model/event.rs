@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{DeviceId, DevicePtr, Nanos, Pool, Tgid, Tid};
+use super::{DeviceId, DevicePtr, Nanos, Pool, Stack, Tgid, Tid};
 
 /// A name or text from the target, already made safe to print (see [`crate::text::sanitize`]).
 pub type Name = Arc<str>;
@@ -86,6 +86,8 @@ pub struct Alloc {
     pub size: u64,
     pub totals: Option<Totals>,
     pub driver: Option<DriverAlloc>,
+    /// Where in the program it was, where that is known.
+    pub stack: Option<Arc<Stack>>,
 }
 
 #[derive(Debug, Clone, PartialEq)]
@@ -175,4 +177,6 @@ pub struct AllocFailed {
     pub code: i32,
     /// The runtime call above it, and the bytes asked of that call.
     pub api: Option<(&'static str, u64)>,
+    /// Where in the program it was, where that is known.
+    pub stack: Option<Arc<Stack>>,
 }

@@ -441,6 +441,7 @@ impl Process {
                 api: driver.api.map(|(name, _)| name),
             }),
             segment_of: None,
+            stack: alloc.stack.clone(),
         };
         let candidate = (alloc.pool == Pool::Hal && block.belongs_to_program()).then(|| Candidate {
             id: block.id,

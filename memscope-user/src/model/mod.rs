@@ -6,6 +6,7 @@ mod ids;
 mod ledger;
 mod module;
 mod segments;
+mod stack;
 mod steps;
 #[cfg(test)]
 pub(crate) mod testing;
@@ -18,4 +19,5 @@ pub use event::{
 pub use ids::{AllocationId, DeviceId, DevicePtr, Nanos, Pool, StepId, Tgid, Tid};
 pub use ledger::{BlockRef, Change, Count, DeviceMemory, DriverUse, Ending, Ledger, PoolUse, Process};
 pub use module::Module;
+pub use stack::{Frame, Origin, Stack, Whose};
 pub use steps::{Step, StepRule, Steps, StepsFrom};

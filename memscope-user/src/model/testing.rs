@@ -56,7 +56,7 @@ impl Script {
     ) -> &mut Self {
         let device = Some(DeviceId(device));
         let totals = totals.map(|(allocated, reserved)| Totals { allocated, reserved });
-        let alloc = Alloc { pool, device, ptr: DevicePtr(ptr), size, totals, driver: None };
+        let alloc = Alloc { pool, device, ptr: DevicePtr(ptr), size, totals, driver: None, stack: None };
         self.push(MAIN, EventKind::Alloc(alloc))
     }
 
@@ -72,7 +72,15 @@ impl Script {
             api: Some(("aclrtMalloc", size)),
         };
         let (pool, device) = (Pool::Hal, Some(DeviceId(0)));
-        let alloc = Alloc { pool, device, ptr: DevicePtr(ptr), size, totals: None, driver: Some(driver) };
+        let alloc = Alloc {
+            pool,
+            device,
+            ptr: DevicePtr(ptr),
+            size,
+            totals: None,
+            driver: Some(driver),
+            stack: None,
+        };
         self.push(tid, EventKind::Alloc(alloc))
     }
 
@@ -94,6 +102,7 @@ impl Script {
             size,
             code: 6,
             api: Some(("aclrtMallocAlign32", asked)),
+            stack: None,
         };
         self.push(tid, EventKind::AllocFailed(failed))
     }
@@ -160,6 +169,7 @@ pub fn leak6() -> Vec<Event> {
                     size: number(size),
                     totals: totals(),
                     driver: None,
+                    stack: None,
                 }),
                 "free" => EventKind::Free(Free {
                     pool: pool(),

@@ -112,6 +112,21 @@ pub enum Fact {
     LibrariesMapped,
 }
 
+impl Fact {
+    /// Whether it makes blocks, of which the stack is wanted.
+    pub fn is_allocation(self) -> bool {
+        matches!(
+            self,
+            Self::DriverAlloc
+                | Self::DriverCreate
+                | Self::RuntimeAllocCounted
+                | Self::RuntimeHostAllocCounted
+                | Self::PoolReport
+                | Self::MindsporeAlloc
+        )
+    }
+}
+
 /// Which programs run at the site, and what they read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]

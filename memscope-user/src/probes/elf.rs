@@ -135,6 +135,10 @@ impl Symbol {
     fn is_function(&self) -> bool {
         matches!(elf::SymbolType(self.info & 0xf), elf::STT_FUNC | elf::STT_NOTYPE)
     }
+
+    fn is_variable(&self) -> bool {
+        elf::SymbolType(self.info & 0xf) == elf::STT_OBJECT
+    }
 }
 
 /// How the kernel executes the instruction a probe replaces, which sets the probe's price.
@@ -241,12 +245,27 @@ impl Library {
 
     /// The file offset of an exported function. Of several versions of one symbol, the first in its hash chain.
     pub fn symbol(&self, name: &str) -> Result<Option<u64>, ElfError> {
-        let found = match (self.gnu_hash, self.dynamic.sysv_hash) {
-            (Some(hash), _) => self.find_gnu(&hash, name)?,
-            (None, Some(hash)) => self.find_sysv(hash, name)?,
-            (None, None) => None,
-        };
-        Ok(found.and_then(|symbol| self.code_offset(symbol.value)))
+        Ok(self.find(name, Symbol::is_function)?.and_then(|symbol| self.code_offset(symbol.value)))
+    }
+
+    /// The address of an exported variable, before the library is loaded anywhere.
+    pub fn variable(&self, name: &str) -> Result<Option<u64>, ElfError> {
+        Ok(self.find(name, Symbol::is_variable)?.map(|symbol| symbol.value))
+    }
+
+    /// What is added to the library's addresses where its code is mapped at `start` from `offset` of the file on.
+    pub fn bias(&self, start: u64, offset: u64) -> Option<u64> {
+        let code = |s: &&Segment| s.executable && offset < s.offset.saturating_add(s.file_size);
+        let segment = self.segments.iter().find(code)?;
+        Some(start.wrapping_sub(segment.address.wrapping_sub(segment.offset).wrapping_add(offset)))
+    }
+
+    fn find(&self, name: &str, wanted: fn(&Symbol) -> bool) -> Result<Option<Symbol>, ElfError> {
+        match (self.gnu_hash, self.dynamic.sysv_hash) {
+            (Some(hash), _) => self.find_gnu(&hash, name, wanted),
+            (None, Some(hash)) => self.find_sysv(hash, name, wanted),
+            (None, None) => Ok(None),
+        }
     }
 
     /// How the kernel would execute the instruction at `offset` of the file.
@@ -437,7 +456,12 @@ impl Library {
         Ok(Some(GnuHash { buckets, first_symbol, bloom_words, bloom_shift, bloom_at, buckets_at, chains_at }))
     }
 
-    fn find_gnu(&self, table: &GnuHash, name: &str) -> Result<Option<Symbol>, ElfError> {
+    fn find_gnu(
+        &self,
+        table: &GnuHash,
+        name: &str,
+        wanted: fn(&Symbol) -> bool,
+    ) -> Result<Option<Symbol>, ElfError> {
         const WHAT: &str = "the symbol hash table";
         let hash = name.bytes().fold(5381u32, |h, b| h.wrapping_mul(33).wrapping_add(b.into()));
         let second = hash.checked_shr(table.bloom_shift).unwrap_or_default();
@@ -456,7 +480,7 @@ impl Library {
             let chained = self.u32(table.chains_at.saturating_add(4 * link), WHAT)?;
             if chained | 1 == hash | 1 {
                 let symbol = self.symbol_entry(number)?;
-                if symbol.is_defined() && symbol.is_function() && self.is_named(&symbol, name)? {
+                if symbol.is_defined() && wanted(&symbol) && self.is_named(&symbol, name)? {
                     return Ok(Some(symbol));
                 }
             }
@@ -468,7 +492,12 @@ impl Library {
         Err(self.malformed(format!("{WHAT} has an endless chain")))
     }
 
-    fn find_sysv(&self, at: u64, name: &str) -> Result<Option<Symbol>, ElfError> {
+    fn find_sysv(
+        &self,
+        at: u64,
+        name: &str,
+        wanted: fn(&Symbol) -> bool,
+    ) -> Result<Option<Symbol>, ElfError> {
         const WHAT: &str = "the symbol hash table";
         let hash = name.bytes().fold(0u32, |h, b| {
             let h = (h << 4).wrapping_add(b.into());
@@ -487,7 +516,7 @@ impl Library {
                 return Ok(None);
             }
             let symbol = self.symbol_entry(number)?;
-            if symbol.is_defined() && symbol.is_function() && self.is_named(&symbol, name)? {
+            if symbol.is_defined() && wanted(&symbol) && self.is_named(&symbol, name)? {
                 return Ok(Some(symbol));
             }
             number = self.u32(chains_at.saturating_add(4 * u64::from(number)), WHAT)?;

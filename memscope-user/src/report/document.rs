@@ -3,7 +3,9 @@
 //! Schema 1. Fields may be added; those that are there keep their names and meanings. Sizes are in bytes,
 //! times in ns of the wall clock, texts from targets safe to print.
 
-use serde::Serialize;
+use std::sync::Arc;
+
+use serde::{Serialize, ser::SerializeStruct};
 
 use crate::analysis::Online;
 use crate::analysis::fluctuation::Extremes;
@@ -12,9 +14,10 @@ use crate::analysis::leaks::{Late, LateGroup, Like, Pattern, Reason, Verdicts};
 use crate::analysis::oom::Oom;
 use crate::analysis::reconcile::Reconciliation;
 use crate::model::{
-    AllocationId, Basis, Block, Count, DeviceId, DeviceMemory, DevicePtr, Ending, Name, Nanos, Pool, PoolUse,
-    Process, StepId, Tgid, Tid,
+    AllocationId, Basis, Block, Count, DeviceId, DeviceMemory, DevicePtr, Ending, Frame, Name, Nanos, Pool,
+    PoolUse, Process, Stack, StepId, Tgid, Tid, Whose,
 };
+use crate::stacks::Tally;
 
 /// Blocks listed as not judged, per device: the largest. The totals count all.
 const NOT_JUDGED_LISTED: usize = 10_000;
@@ -76,6 +79,46 @@ pub struct Target {
     pub devices: Vec<DeviceId>,
     /// Version of the wheel, when it is one that is known.
     pub torch_npu: Option<String>,
+    /// Version of the Python interpreter, when its stacks are understood.
+    pub python: Option<String>,
+    /// `None` when stacks were not asked for.
+    pub stacks: Option<StackFacts>,
+}
+
+/// How many of a process's allocations have a Python stack.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct StackFacts {
+    /// Of the thread that allocated.
+    pub own: u64,
+    /// Of the main thread, which waited for it.
+    pub via: u64,
+    pub without: Vec<WithoutStack>,
+    /// Frames of distinct stacks whose code was gone before its name was read.
+    pub gone_frames: u64,
+    /// Why the process's interpreter was not understood.
+    pub refused: Option<String>,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct WithoutStack {
+    pub reason: &'static str,
+    pub allocations: u64,
+}
+
+impl StackFacts {
+    pub fn new(tally: Option<&Tally>, refused: Option<String>) -> Self {
+        let Some(tally) = tally else { return StackFacts { refused, ..StackFacts::default() } };
+        let without = tally.without().into_iter();
+        StackFacts {
+            own: tally.own,
+            via: tally.via,
+            without: without
+                .map(|(reason, allocations)| WithoutStack { reason: reason.text(), allocations })
+                .collect(),
+            gone_frames: tally.gone_frames,
+            refused,
+        }
+    }
 }
 
 /// A place where a probe was, or should have been.
@@ -164,6 +207,8 @@ pub struct BlockFacts {
     /// `recurring`: its like leaked (was freed late) in two or more steps; else `once`.
     pub pattern: &'static str,
     pub op: Option<Name>,
+    #[serde(flatten)]
+    pub stack: StackOf,
     pub kernel_index: u64,
     pub pid: Tgid,
     pub tid: Tid,
@@ -184,10 +229,47 @@ pub struct BlockFacts {
     pub freed_ns: Option<Nanos>,
 }
 
+/// Where in the program a block was allocated. Serialized as two lists of frames, innermost first: `python`, and `via`
+/// for the frames of the main thread where that waited for the thread that allocated. Both are empty where neither is
+/// known.
+#[derive(Debug, Clone, Default)]
+pub struct StackOf(pub Option<Arc<Stack>>);
+
+impl StackOf {
+    /// The frame to name where there is room for one.
+    pub fn place(&self) -> Option<&Frame> {
+        self.0.as_ref()?.place()
+    }
+
+    /// `at` the place, or `via` it when it is the main thread's.
+    pub fn preposition(&self) -> &'static str {
+        match self.0.as_ref().map(|stack| stack.whose()) {
+            Some(Whose::Via) => "via",
+            _ => "at",
+        }
+    }
+
+    /// The frames, if they are of this thread.
+    fn frames(&self, whose: Whose) -> &[Frame] {
+        self.0.as_ref().filter(|stack| stack.whose() == whose).map_or(&[], |stack| stack.frames())
+    }
+}
+
+impl Serialize for StackOf {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut fields = serializer.serialize_struct("StackOf", 2)?;
+        fields.serialize_field("python", self.frames(Whose::Own))?;
+        fields.serialize_field("via", self.frames(Whose::Via))?;
+        fields.end()
+    }
+}
+
 #[derive(Debug, Clone, Serialize)]
 pub struct LateFacts {
     pub pool: Pool,
     pub op: Option<Name>,
+    /// The line of the program that wanted them.
+    pub place: Option<Frame>,
     pub blocks: u64,
     pub bytes: u64,
     /// Bytes of the largest.
@@ -228,6 +310,8 @@ pub struct OomFacts {
     pub last_ns: Nanos,
     pub step: StepId,
     pub op: Option<Name>,
+    #[serde(flatten)]
+    pub stack: StackOf,
     pub attempts: u32,
     pub recovered: bool,
     pub pools: Vec<PoolFacts>,
@@ -495,6 +579,7 @@ impl BlockFacts {
                 Pattern::Once => "once",
             },
             op: block.op.clone(),
+            stack: StackOf(block.stack.clone()),
             kernel_index: block.kernel_index,
             pid,
             tid: block.tid,
@@ -524,6 +609,7 @@ impl LateFacts {
         LateFacts {
             pool: like.pool,
             op: like.op,
+            place: like.place,
             blocks: group.count.blocks,
             bytes: group.count.bytes,
             largest: group.largest,
@@ -564,6 +650,7 @@ impl OomFacts {
             last_ns: oom.last,
             step: oom.step,
             op: oom.op.clone(),
+            stack: StackOf(oom.stack.clone()),
             attempts: oom.attempts,
             recovered: oom.recovered,
             pools: oom.pools.iter().map(|(pool, facts)| PoolFacts::new(*pool, facts)).collect(),

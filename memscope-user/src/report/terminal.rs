@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
 use crate::analysis::leaks::size_class;
-use crate::model::{DeviceId, Name, Pool, StepId, Tgid, Tid};
+use crate::model::{DeviceId, Frame, Name, Pool, StepId, Tgid, Tid, Whose};
 
-use super::document::{BlockFacts, Device, Document, OomFacts, PoolFacts, ReconciliationFacts};
+use super::document::{BlockFacts, Device, Document, OomFacts, PoolFacts, ReconciliationFacts, StackOf};
 use super::{inefficient, units};
 
 /// Lines of each list; the rest is counted.
@@ -19,10 +19,10 @@ const SITES_SHOWN: usize = 10;
 /// Confidence above which inferred steps need no warning.
 const SURE: f64 = 0.75;
 
-/// Renders the report. `colour`: with ANSI sequences, for a terminal.
-pub fn render(document: &Document, colour: bool) -> String {
+/// Renders the report. `colour`: with ANSI sequences, for a terminal. `all_frames`: each leak's whole stack.
+pub fn render(document: &Document, colour: bool, all_frames: bool) -> String {
     let processes: BTreeSet<Tgid> = document.devices.iter().map(|device| device.pid).collect();
-    let report = Report { document, several: processes.len() > 1, paint: Paint { colour } };
+    let report = Report { document, several: processes.len() > 1, all_frames, paint: Paint { colour } };
     let mut out = String::new();
     report.headline(&mut out);
     report.inferred_steps(&mut out);
@@ -44,6 +44,8 @@ struct Report<'a> {
     document: &'a Document,
     /// More than one process: each is named.
     several: bool,
+    /// Stacks are shown whole.
+    all_frames: bool,
     paint: Paint,
 }
 
@@ -64,6 +66,9 @@ impl Paint {
         self.with("1", text)
     }
 }
+
+/// What makes leaked blocks one line of the report: the line of the program, else size class and operator.
+type Likeness<'a> = Result<&'a Frame, (u16, Option<&'a Name>)>;
 
 /// Leaked blocks that are alike.
 struct Group<'a> {
@@ -172,6 +177,9 @@ impl Report<'_> {
                 let _ = write!(text, ", first at {}", first.ptr);
             }
             line(out, &text);
+            if let Some(first) = group.blocks.first() {
+                self.frames(out, &first.stack);
+            }
         }
         if let Some(more) = groups.len().checked_sub(GROUPS_SHOWN).filter(|more| *more > 0) {
             let bytes = units::sum(groups.iter().skip(GROUPS_SHOWN).map(|group| group.bytes));
@@ -229,6 +237,9 @@ impl Report<'_> {
             );
             if let Some(op) = &group.op {
                 let _ = write!(text, ", around {op}");
+            }
+            if let Some(place) = &group.place {
+                let _ = write!(text, ", at {}", units::place(place));
             }
             line(out, &text);
         }
@@ -399,8 +410,10 @@ impl Report<'_> {
         if let Some(op) = &oom.op {
             let _ = write!(text, ", around {op}");
         }
+        at(&mut text, &oom.stack);
         let _ = write!(text, ", thread {}", oom.tid);
         line(out, &text);
+        self.frames(out, &oom.stack);
         let pools: Vec<String> = oom
             .pools
             .iter()
@@ -429,6 +442,51 @@ impl Report<'_> {
         }
     }
 
+    /// All frames of a stack, innermost first, where they are asked for.
+    fn frames(&self, out: &mut String, stack: &StackOf) {
+        let Some(stack) = stack.0.as_ref().filter(|_| self.all_frames) else { return };
+        let whose = if stack.whose() == Whose::Via { "via main: " } else { "" };
+        for frame in stack.frames() {
+            line(out, &format!("    {whose}{}", units::frame(frame)));
+        }
+        if stack.is_cut() {
+            line(out, "    and further ones (--call-stack python:DEPTH)");
+        }
+    }
+
+    /// How many allocations have a Python stack, and why others have none.
+    fn stacks(&self, out: &mut String) {
+        for target in &self.document.targets {
+            let Some(facts) = &target.stacks else { continue };
+            let without = units::sum(facts.without.iter().map(|without| without.allocations));
+            let all = facts.own + facts.via + without;
+            if all == 0 || facts.refused.is_some() {
+                continue;
+            }
+            let who = if self.document.targets.len() > 1 {
+                format!("process {} ", target.pid)
+            } else {
+                String::new()
+            };
+            let mut text = format!(
+                "Python stacks: {who}{} of {} allocations have one",
+                units::count(facts.own + facts.via),
+                units::count(all)
+            );
+            if facts.via > 0 {
+                let _ =
+                    write!(text, ", {} of them by the main thread's backward pass", units::count(facts.via));
+            }
+            for without in &facts.without {
+                let _ = write!(text, "; {} {}", units::count(without.allocations), without.reason);
+            }
+            if facts.gone_frames > 0 {
+                let _ = write!(text, "; the code of {} frames was gone", units::count(facts.gone_frames));
+            }
+            line(out, &text);
+        }
+    }
+
     fn trace(&self, out: &mut String) {
         let document = self.document;
         let events = document.events;
@@ -439,6 +497,7 @@ impl Report<'_> {
             let _ = write!(text, "; {attached} of {} sites attached", document.sites.len());
         }
         line(out, &text);
+        self.stacks(out);
         let failed: Vec<_> = document.sites.iter().filter(|site| site.reason.is_some()).collect();
         for site in failed.iter().take(SITES_SHOWN) {
             let mut text = format!("  {}", site.site);
@@ -536,9 +595,11 @@ impl Report<'_> {
     fn groups(&self, pattern: &str) -> Vec<Group<'_>> {
         let mut groups = Vec::new();
         for device in &self.document.devices {
-            let mut alike: BTreeMap<(Pool, u16, Option<&Name>), Vec<&BlockFacts>> = BTreeMap::new();
+            // A line of the program is one leak, whatever the sizes and operators there.
+            let mut alike: BTreeMap<(Pool, Likeness<'_>), Vec<&BlockFacts>> = BTreeMap::new();
             for block in device.leaks.iter().filter(|block| block.pattern == pattern) {
-                alike.entry((block.pool, size_class(block.size), block.op.as_ref())).or_default().push(block);
+                let likeness = block.stack.place().ok_or((size_class(block.size), block.op.as_ref()));
+                alike.entry((block.pool, likeness)).or_default().push(block);
             }
             groups.extend(alike.into_iter().map(|((pool, ..), blocks)| {
                 let bytes = units::sum(blocks.iter().map(|block| block.size));
@@ -589,12 +650,19 @@ pub(super) fn device_name(device: Option<DeviceId>) -> String {
     }
 }
 
-/// Where in the program it was: the operator, else the runtime function.
+/// Where in the program it was: the operator, else the runtime function; and the line that wanted it.
 fn around(text: &mut String, block: &BlockFacts) {
     if let Some(op) = &block.op {
         let _ = write!(text, ", around {op}");
     } else if let Some(api) = block.api {
         let _ = write!(text, ", by {api}");
+    }
+    at(text, &block.stack);
+}
+
+fn at(text: &mut String, stack: &StackOf) {
+    if let Some(place) = stack.place() {
+        let _ = write!(text, ", {} {}", stack.preposition(), units::place(place));
     }
 }
 

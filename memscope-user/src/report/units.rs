@@ -1,4 +1,6 @@
-//! Numbers as people read them.
+//! Numbers and places as people read them.
+
+use crate::model::Frame;
 
 /// Bytes with three significant digits: `18.1 MiB`.
 pub fn bytes(bytes: u64) -> String {
@@ -56,6 +58,24 @@ pub fn sum(sizes: impl IntoIterator<Item = u64>) -> u64 {
 /// `1 block`, `5 blocks`.
 pub fn blocks(number: u64) -> String {
     if number == 1 { "1 block".to_owned() } else { format!("{} blocks", count(number)) }
+}
+
+/// A line of the program, the file with its directory: `project/train.py:92 in main`.
+pub fn place(frame: &Frame) -> String {
+    let start = frame.file.rmatch_indices('/').nth(1).map_or(0, |(at, _)| at + 1);
+    line_of(&frame.file[start..], frame)
+}
+
+/// A line of the program, with the whole path.
+pub fn frame(frame: &Frame) -> String {
+    line_of(&frame.file, frame)
+}
+
+fn line_of(file: &str, frame: &Frame) -> String {
+    match frame.line {
+        Some(line) => format!("{file}:{line} in {}", frame.function),
+        None => format!("{file} in {}", frame.function),
+    }
 }
 
 fn three_digits(value: f64) -> String {

@@ -1,7 +1,8 @@
 """A training loop that leaks, among much that only looks like a leak.
 
 Every step is an mstx range "step start" with the ranges forward, backward and optimizer inside, and ends with
-a mark. Truth: `leak` for each block that stays for good; `keep` and `drop` for those that are let go of.
+a mark. Truth: `leak` for each block that stays for good, with the stack on which it was allocated, or on which its
+backward pass was called; `keep` and `drop` for those that are let go of.
 """
 
 import collections
@@ -10,8 +11,6 @@ import time
 
 from workload import KIB, MIB, Workload, options
 
-# (bytes, every so many steps, first step)
-LEAKS = [(3 * MIB, 4, 2), (3 * MIB // 2, 3, 1), (96 * KIB, 5, 3)]
 CACHE_ENTRIES = 4
 LATE_STEPS = 3
 RING_BATCHES = 3
@@ -33,6 +32,7 @@ def main():
     parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd")
     parser.add_argument("--last-block", action="store_true", help="allocate 64 MiB in the last step")
     parser.add_argument("--no-leaks", action="store_true")
+    parser.add_argument("--leak-gradients", action="store_true", help="keep a gradient every 4 steps")
     parser.add_argument("--no-marks", action="store_true", help="no step ranges and no marks")
     parser.add_argument("--exit-in-step", type=int, metavar="STEP", help="os._exit between forward and backward")
     args = parser.parse_args()
@@ -44,6 +44,7 @@ def main():
 
     model, optimizer = build(torch, args.optimizer)
     leaked, state = [], []
+    raw = {"dtype": torch.uint8, "device": "npu"}
     cache = collections.OrderedDict()
     late, ring = collections.deque(), collections.deque(maxlen=RING_BATCHES)
 
@@ -54,6 +55,10 @@ def main():
         tensor = run.empty(nbytes)
         run.tell_block("keep", tensor, kind=kind, step=step)
         return tensor
+
+    def leak(tensor, step, **stack):
+        leaked.append(tensor)
+        run.tell_block("leak", tensor, step=step, **stack)
 
     def is_last(step):
         return step == args.steps or bool(args.stop_file and os.path.exists(args.stop_file))
@@ -77,7 +82,9 @@ def main():
                 os._exit(3)
             with run.range("backward"):
                 optimizer.zero_grad()
-                loss.backward()
+                _, stack = loss.backward(), run.stack()
+                if step % 4 == 0 and args.leak_gradients:
+                    leak(model[0].weight.grad, step, via=stack)
             with run.range("optimizer"):
                 optimizer.step()
 
@@ -92,10 +99,13 @@ def main():
                 state.append(keep("state", 8 * MIB, step))
             if args.last_block and last:
                 state.append(keep("last", 64 * MIB, step))
-            for nbytes, every, first in [] if args.no_leaks else LEAKS:
-                if step % every == first % every:
-                    leaked.append(run.empty(nbytes))
-                    run.tell_block("leak", leaked[-1], step=step)
+            # Each leak and its truth on one line: their stacks are to be the same.
+            if step % 4 == 2 and not args.no_leaks:
+                leak(torch.empty(3 * MIB, **raw), step, python=run.stack())
+            if step % 3 == 1 and not args.no_leaks:
+                leak(torch.empty(3 * MIB // 2, **raw), step, python=run.stack())
+            if step % 5 == 3 and not args.no_leaks:
+                leak(torch.empty(96 * KIB, **raw), step, python=run.stack())
 
             value = loss.item()
             remaining = args.step_ms / 1000 - (time.monotonic() - begin)

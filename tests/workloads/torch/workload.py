@@ -46,6 +46,17 @@ class Workload:
     def tell_block(self, event, tensor, **fields):
         self.tell(event, ptr=tensor.data_ptr(), nbytes=tensor.nbytes, **fields)
 
+    @staticmethod
+    def stack():
+        """The frames of the caller, innermost first: file, function, line."""
+        frame, frames = sys._getframe(1), []
+        while frame:
+            code = frame.f_code
+            function = getattr(code, "co_qualname", code.co_name)
+            frames.append({"file": code.co_filename, "function": function, "line": frame.f_lineno})
+            frame = frame.f_back
+        return frames
+
     def mark(self, text, **fields):
         """A mark, and what the allocator says at that moment."""
         self.npu.mstx.mark(text)

@@ -35,7 +35,7 @@ fn rows(acts: &[Act]) -> Vec<NumberedRow> {
             }
             Act::Alloc { tid, pool, block, size } => {
                 let (ptr, device) = (ptr(block), Some(DeviceId(0)));
-                let alloc = Alloc { pool, device, ptr, size, totals: None, driver: None };
+                let alloc = Alloc { pool, device, ptr, size, totals: None, driver: None, stack: None };
                 (tid, Fact::Event(EventKind::Alloc(alloc)), Some(block))
             }
             Act::Access { tid, pool, block, kind } => {

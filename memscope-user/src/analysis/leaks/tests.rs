@@ -475,8 +475,15 @@ fn a_cache_of_pinned_memory_leaks_when_it_keeps_growing() {
             script.step(|s| {
                 if steps.contains(&step) {
                     let (ptr, size) = (DevicePtr(0x1000 * step), MIB);
-                    let alloc =
-                        Alloc { pool: Pool::Host, device: None, ptr, size, totals: None, driver: None };
+                    let alloc = Alloc {
+                        pool: Pool::Host,
+                        device: None,
+                        ptr,
+                        size,
+                        totals: None,
+                        driver: None,
+                        stack: None,
+                    };
                     s.push(MAIN, EventKind::Alloc(alloc));
                 }
             });

@@ -8,6 +8,7 @@ use crate::dump::COLUMNS;
 use crate::dump::output::Dir;
 use crate::dump::record::{Label, Owner, Record, Value};
 use crate::dump::row::Row;
+use crate::dump::stack::{self, StackStyle};
 use crate::dump::table::{Stopped, TableFile};
 use crate::text::sanitize;
 
@@ -21,30 +22,34 @@ pub(in crate::dump) struct CsvFile {
     dir: Dir,
     stem: String,
     file: File,
+    stacks: StackStyle,
     buffer: Vec<u8>,
-    /// Bytes in the file, all of them whole lines.
+    /// Where in the buffer each row ends.
+    ends: Vec<usize>,
+    /// Bytes in the file, all of them whole rows.
     written: u64,
 }
 
 impl CsvFile {
     /// Creates `<stem>.csv`.
-    pub fn create(dir: Dir, stem: String) -> io::Result<Self> {
+    pub fn create(dir: Dir, stem: String, stacks: StackStyle) -> io::Result<Self> {
         let file = dir.create(&format!("{stem}.{EXTENSION}"))?;
         let mut buffer = Vec::with_capacity(CAPACITY + 4096);
         buffer.extend_from_slice(COLUMNS.join(",").as_bytes());
         buffer.push(b'\n');
-        Ok(CsvFile { dir, stem, file, buffer, written: 0 })
+        let ends = vec![buffer.len()];
+        Ok(CsvFile { dir, stem, file, stacks, buffer, ends, written: 0 })
     }
 
-    /// Cuts the file back to its last whole line and says in its name that there is an end missing.
+    /// Cuts the file back to its last whole row and says in its name that there is an end missing.
     fn stop(&mut self, done: usize, error: io::Error) -> Stopped {
-        let reached = self.buffer.get(..done).unwrap_or_default();
-        let whole = reached.iter().rposition(|byte| *byte == b'\n').map_or(0, |last| last + 1);
-        let lost = self.buffer.get(whole..).unwrap_or_default();
+        let whole_rows = self.ends.partition_point(|end| *end <= done);
+        let whole = whole_rows.checked_sub(1).and_then(|last| self.ends.get(last)).copied().unwrap_or(0);
         let header_lost = self.written == 0 && whole == 0;
-        let lost_rows = lost.iter().filter(|byte| **byte == b'\n').count() as u64 - u64::from(header_lost);
+        let lost_rows = (self.ends.len() - whole_rows) as u64 - u64::from(header_lost);
         self.written += whole as u64;
         self.buffer.clear();
+        self.ends.clear();
         if let Err(error) = self.file.set_len(self.written) {
             tracing::warn!(
                 "{}: cannot cut off the half-written last row: {error}",
@@ -58,7 +63,8 @@ impl CsvFile {
 
 impl TableFile for CsvFile {
     fn put(&mut self, id: u64, row: &Row, record: &Record<'_>) -> Result<(), Stopped> {
-        encode(&mut self.buffer, id, row, record);
+        encode(&mut self.buffer, id, row, record, self.stacks);
+        self.ends.push(self.buffer.len());
         if self.buffer.len() >= CAPACITY { self.flush() } else { Ok(()) }
     }
 
@@ -74,6 +80,7 @@ impl TableFile for CsvFile {
         }
         self.written += done as u64;
         self.buffer.clear();
+        self.ends.clear();
         Ok(())
     }
 
@@ -83,9 +90,10 @@ impl TableFile for CsvFile {
     }
 }
 
-/// Appends the line of a record. Its cells hold no line break and no quotation mark, so that every reader agrees on
-/// where lines and cells end: the comparison of msMemScope refuses a whole file for one doubled quotation mark.
-fn encode(out: &mut Vec<u8>, id: u64, row: &Row, record: &Record<'_>) {
+/// Appends the row of a record. Its cells hold no quotation mark, and no line break except within stacks, so that
+/// every reader agrees on where rows and cells end: the comparison of msMemScope refuses a whole file for one doubled
+/// quotation mark.
+fn encode(out: &mut Vec<u8>, id: u64, row: &Row, record: &Record<'_>, stacks: StackStyle) {
     // Writing to a vector can not fail.
     let _ = write!(out, "{id},{},{},", record.event, record.event_type);
     match &record.name {
@@ -132,7 +140,15 @@ fn encode(out: &mut Vec<u8>, id: u64, row: &Row, record: &Record<'_>) {
         }
         out.extend_from_slice(b"}\"");
     }
-    out.extend_from_slice(b",,\n");
+    out.push(b',');
+    if let Some(stack) = record.stack {
+        let mut text = String::with_capacity(1024);
+        stack::write(&mut text, stack, stacks, |out, line| out.push_str(&cell_text(line)));
+        out.push(b'"');
+        out.extend_from_slice(text.as_bytes());
+        out.push(b'"');
+    }
+    out.extend_from_slice(b",\n");
 }
 
 /// Appends a text of the target as a cell, in quotation marks where it needs them.

@@ -113,7 +113,7 @@ fn send_rows(
     path: &Arc<Path>,
     sender: &SyncSender<Vec<Result<Keyed, Problem>>>,
 ) -> rusqlite::Result<()> {
-    let columns: Vec<String> = COLUMNS.iter().take(10).map(|name| format!("\"{name}\"")).collect();
+    let columns: Vec<String> = COLUMNS.iter().take(11).map(|name| format!("\"{name}\"")).collect();
     let columns = columns.join(", ");
     let sql = format!("SELECT rowid, {columns} FROM {TABLE} ORDER BY \"Timestamp(ns)\", \"ID\", rowid");
     let mut statement = connection.prepare(&sql)?;
@@ -137,7 +137,7 @@ fn send_rows(
 }
 
 fn parse(parser: &mut Parser, row: &rusqlite::Row<'_>) -> Result<Option<Keyed>, RowError> {
-    let mut numbers: [String; 10] = Default::default();
+    let mut numbers: [String; 11] = Default::default();
     for (column, number) in numbers.iter_mut().enumerate() {
         match row.get_ref(column + 1) {
             Ok(ValueRef::Integer(value)) => *number = value.to_string(),
@@ -168,6 +168,7 @@ fn parse(parser: &mut Parser, row: &rusqlite::Row<'_>) -> Result<Option<Keyed>, 
         device: cell(7),
         ptr: cell(8),
         attrs,
+        python: cell(10),
     })?;
     Ok(parsed.map(|parsed| Keyed { key: Key { time: parsed.row.time.0, id: parsed.id, line: 0 }, parsed }))
 }

@@ -11,6 +11,7 @@ use crate::dump::COLUMNS;
 use crate::dump::output::Dir;
 use crate::dump::record::{Label, Owner, Record, Value};
 use crate::dump::row::Row;
+use crate::dump::stack::{self, StackStyle};
 use crate::dump::table::{Stopped, TableFile};
 use crate::text::sanitize;
 
@@ -31,14 +32,16 @@ pub(in crate::dump) struct DbFile {
     /// `None` once it is closed.
     connection: Option<Connection>,
     insert: String,
+    stacks: StackStyle,
     attrs: String,
+    stack: String,
     /// Rows since the last commit.
     uncommitted: u64,
 }
 
 impl DbFile {
     /// Creates `<stem>.db`.
-    pub fn create(dir: Dir, stem: String) -> io::Result<Self> {
+    pub fn create(dir: Dir, stem: String, stacks: StackStyle) -> io::Result<Self> {
         let name = format!("{stem}.{EXTENSION}");
         // SQLite opens by path: the file is made here, exclusively and for its owner alone, and SQLite takes no path
         // with a symbolic link in it.
@@ -47,7 +50,8 @@ impl DbFile {
         let connection = open(&path).map_err(io::Error::other)?;
         let places = vec!["?"; COLUMNS.len()].join(",");
         let insert = format!("INSERT INTO {TABLE} VALUES ({places})");
-        Ok(DbFile { dir, stem, connection: Some(connection), insert, attrs: String::new(), uncommitted: 0 })
+        let (attrs, stack) = (String::new(), String::new());
+        Ok(DbFile { dir, stem, connection: Some(connection), insert, stacks, attrs, stack, uncommitted: 0 })
     }
 
     fn insert(&mut self, id: u64, row: &Row, record: &Record<'_>) -> rusqlite::Result<()> {
@@ -66,6 +70,10 @@ impl DbFile {
         let place = record.place.map_or_else(|| "N/A".to_owned(), |place| place.to_string());
         let ptr = record.ptr.map_or_else(|| "N/A".to_owned(), |ptr| format!("0x{:016x}", ptr.0));
         json_of(&mut self.attrs, record);
+        self.stack.clear();
+        if let Some(stack) = record.stack {
+            stack::write(&mut self.stack, stack, self.stacks, |out, line| out.push_str(line));
+        }
         insert.execute(params![
             id as i64,
             record.event,
@@ -77,7 +85,7 @@ impl DbFile {
             place,
             ptr,
             self.attrs,
-            "",
+            self.stack,
             "",
         ])?;
         Ok(())

@@ -38,6 +38,7 @@ fn a_block_says_where_it_comes_from() {
             size: 1024,
             totals: None,
             driver: None,
+            stack: None,
         }),
     );
     let (ledger, _) = fed(&script);
@@ -57,6 +58,7 @@ fn a_block_says_where_it_comes_from() {
             kernel_index: 2,
             driver: None,
             segment_of: None,
+            stack: None,
         }
     );
     // After the end of step 1 and before the next beginning; on a thread without an operator; the process
@@ -146,7 +148,7 @@ fn the_device_is_the_events_or_the_threads_or_the_only_one() {
     let mut script = Script::new();
     let bare = |pool, ptr| {
         let (ptr, size) = (DevicePtr(ptr), 1);
-        EventKind::Alloc(Alloc { pool, device: None, ptr, size, totals: None, driver: None })
+        EventKind::Alloc(Alloc { pool, device: None, ptr, size, totals: None, driver: None, stack: None })
     };
     script.push(MAIN, bare(Pool::Hal, 0x1));
     script.push(MAIN, EventKind::DeviceSet { device: DeviceId(1) });
@@ -173,6 +175,7 @@ fn the_driver_frees_host_memory_by_its_address_too() {
         size: 64,
         totals: None,
         driver: None,
+        stack: None,
     };
     script.push(MAIN, EventKind::Alloc(alloc)).free_in(Pool::Hal, 0x1000, None);
     let (ledger, changes) = fed(&script);
@@ -274,6 +277,7 @@ fn pieces_of_an_expandable_segment_are_claimed_by_growth() {
                 size: 2 * MIB,
                 totals: None,
                 driver: Some(driver),
+                stack: None,
             }),
         );
     }

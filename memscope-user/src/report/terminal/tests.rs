@@ -15,7 +15,7 @@ fn document(events: &[Event], trace: Trace) -> Document {
 
 fn rendered(events: &[Event]) -> String {
     let received = Events { received: events.len() as u64, lost: 0 };
-    render(&document(events, Trace { events: received, ..Trace::default() }), false)
+    render(&document(events, Trace { events: received, ..Trace::default() }), false, false)
 }
 
 /// Line by line, so that a difference shows where it is.
@@ -56,7 +56,7 @@ fn a_leak_is_the_headline() {
         ..Trace::default()
     };
     assert_text(
-        &render(&document(&events[..=cut], trace), false),
+        &render(&document(&events[..=cut], trace), false, false),
         &[
             "1 leak: 12.0 MiB in 4 blocks",
             "LEAK device 0 PTA: +3.00 MiB/step, 4 blocks of 3.00 MiB, 12.0 MiB in steps 2-5, around \
@@ -157,7 +157,7 @@ fn loss_makes_figures_a_lower_bound() {
         });
     }
     let trace = Trace { events: Events { received: 12, lost: 1234 }, ..Trace::default() };
-    let text = render(&document(&script.events, trace), false);
+    let text = render(&document(&script.events, trace), false, false);
     let head: Vec<&str> = text.lines().take(3).collect();
     assert_eq!(
         head,
@@ -201,7 +201,15 @@ fn processes_are_told_apart_and_host_memory_is_named() {
     let (ptr, size) = (DevicePtr(0x3000), MIB);
     script.push(
         MAIN,
-        EventKind::Alloc(Alloc { pool: Pool::Host, device: None, ptr, size, totals: None, driver: None }),
+        EventKind::Alloc(Alloc {
+            pool: Pool::Host,
+            device: None,
+            ptr,
+            size,
+            totals: None,
+            driver: None,
+            stack: None,
+        }),
     );
     script.free(0x77);
     let mut events = script.events.clone();
@@ -227,7 +235,7 @@ fn processes_are_told_apart_and_host_memory_is_named() {
 fn colour_only_where_it_is_wanted() {
     let document = document(&leak6(), Trace::default());
     let note = "Note: leaks are as of aclFinalize; what was freed after it does not count as freed\n";
-    let (plain, coloured) = (render(&document, false), render(&document, true));
+    let (plain, coloured) = (render(&document, false, false), render(&document, true, false));
     assert!(!plain.contains('\x1b') && plain.contains(note));
     assert!(
         coloured
@@ -298,12 +306,12 @@ fn inferred(script: &Script) -> Document {
 fn inferred_steps_are_said_to_be_inferred() {
     let document = inferred(&unmarked_loop(10));
     assert!(!document.steps.is_empty() && document.steps.iter().all(|step| step.inferred));
-    let text = render(&document, false);
+    let text = render(&document, false, false);
     let lines: Vec<&str> = text.lines().collect();
     assert_eq!(lines[0], "1 leak: 6.00 MiB in 6 blocks");
     assert_eq!(lines[1], "Steps inferred from operators: 8 of 8 end with the same optimizer");
 
-    let few = render(&inferred(&unmarked_loop(3)), false);
+    let few = render(&inferred(&unmarked_loop(3)), false, false);
     let unsure =
         "Steps inferred from operators: 1 of 1 end with the same optimizer; they may be something else";
     assert!(few.lines().any(|line| line.starts_with(unsure)), "{few}");
@@ -315,7 +323,7 @@ fn inefficient_memory_is_reported_when_asked_for() {
     let mut online = Online::new(StepRule::default(), false).with_inefficient(Config::new(Rules::MEMSCOPE));
     unmarked_loop(3).events.into_iter().for_each(|event| online.feed(event, |_, _, _| {}));
     online.finish(|_, _, _| {});
-    let text = render(&Document::new(Trace::default(), &online), false);
+    let text = render(&Document::new(Trace::default(), &online), false, false);
     assert!(text.contains("\nInefficient memory, by the rules of msMemScope"), "{text}");
     assert!(text.contains("\n  no operator was seen to use any block: nothing can be said\n"), "{text}");
 }

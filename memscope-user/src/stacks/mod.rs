@@ -1,0 +1,243 @@
+//! Python stacks of allocations: which interpreter a process has, and what its frames are called.
+//!
+//! The BPF programs walk the frames and send each stack once, as addresses. Here they get names. The names are read
+//! from the process while it runs on, once for each code object.
+
+mod code;
+mod interpreter;
+mod lines;
+mod memory;
+mod offsets;
+mod origin;
+
+use std::sync::Arc;
+
+use memscope_ebpf::{Plain, RawFrame, StackHead, flags, no_stack};
+use rustc_hash::FxHashMap;
+
+pub use interpreter::{Found, Interpreter, Refusal, robust_list};
+pub use origin::Origins;
+
+use crate::model::{Frame, Name, Origin, Stack, Tgid, Whose};
+use code::{At, Code};
+use interpreter::code_and_owner;
+use memory::Memory;
+use offsets::{OWNED_BY_C, OWNED_BY_GENERATOR};
+
+/// Stacks kept of a process. One that has more gets no more: it makes up code as it goes.
+const MOST_STACKS: usize = 1 << 16;
+/// Code objects kept of a process.
+const MOST_CODES: usize = 1 << 16;
+
+/// What a frame is called whose code could not be read in time.
+const GONE: &str = "<code gone>";
+
+/// Why allocations have no Python stack.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Reason {
+    NoInterpreter,
+    NoSlot,
+    NoState,
+    NoFrames,
+    MainElsewhere,
+    Limited,
+    Unreadable,
+    NoRoom,
+}
+
+impl Reason {
+    pub fn text(self) -> &'static str {
+        match self {
+            Self::NoInterpreter => "before the interpreter was known",
+            Self::NoSlot => "on threads that this kernel can not say the Python state of yet",
+            Self::NoState => "on threads without Python",
+            Self::NoFrames => "outside of Python functions",
+            Self::MainElsewhere => "on threads that the main thread did not wait for",
+            Self::Limited => "beyond a thread's share of stacks",
+            Self::Unreadable => "unreadable",
+            Self::NoRoom => "without room for the stack",
+        }
+    }
+
+    fn of(why: u64) -> Option<Self> {
+        Some(match why {
+            no_stack::NOT_WANTED => return None,
+            no_stack::NO_INTERPRETER => Self::NoInterpreter,
+            no_stack::NO_SLOT => Self::NoSlot,
+            no_stack::NO_STATE => Self::NoState,
+            no_stack::NO_FRAMES => Self::NoFrames,
+            no_stack::LIMITED => Self::Limited,
+            no_stack::RING_FULL | no_stack::NO_ROOM => Self::NoRoom,
+            _ => Self::Unreadable,
+        })
+    }
+}
+
+/// How many allocations of a process have a stack.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Tally {
+    pub own: u64,
+    pub via: u64,
+    /// Frames of distinct stacks whose code was gone before its name was read.
+    pub gone_frames: u64,
+    without: FxHashMap<Reason, u64>,
+}
+
+impl Tally {
+    pub fn has(&self, reason: Reason) -> bool {
+        self.without.contains_key(&reason)
+    }
+
+    /// In order of the reasons.
+    pub fn without(&self) -> Vec<(Reason, u64)> {
+        let mut list: Vec<_> = self.without.iter().map(|(reason, count)| (*reason, *count)).collect();
+        list.sort_unstable();
+        list
+    }
+}
+
+/// The stacks of all processes.
+#[derive(Debug, Default)]
+pub struct Stacks {
+    processes: FxHashMap<Tgid, Known>,
+    tallies: FxHashMap<Tgid, Tally>,
+}
+
+/// What is known of a process.
+#[derive(Debug)]
+struct Known {
+    interpreter: Interpreter,
+    origins: Origins,
+    codes: FxHashMap<(u64, u64), Arc<Code>>,
+    stacks: FxHashMap<u64, Result<Arc<Stack>, Reason>>,
+    gone: Name,
+}
+
+impl Stacks {
+    /// From now on the process's stacks can be read.
+    pub fn begin(&mut self, tgid: Tgid, interpreter: Interpreter, origins: Origins) {
+        let known = Known {
+            interpreter,
+            origins,
+            codes: FxHashMap::default(),
+            stacks: FxHashMap::default(),
+            gone: GONE.into(),
+        };
+        self.processes.insert(tgid, known);
+    }
+
+    /// The process ended or runs another program.
+    pub fn forget(&mut self, tgid: Tgid) {
+        self.processes.remove(&tgid);
+    }
+
+    pub fn tally(&self, tgid: Tgid) -> Option<&Tally> {
+        self.tallies.get(&tgid)
+    }
+
+    /// Takes a STACK record; `None` when it is malformed.
+    pub fn learn(&mut self, bytes: &[u8]) -> Option<()> {
+        let head = StackHead::read(bytes)?;
+        let frames: Vec<RawFrame> = bytes
+            .get(size_of::<StackHead>()..)?
+            .chunks_exact(size_of::<RawFrame>())
+            .filter_map(RawFrame::read)
+            .collect();
+        let frames = frames.get(..head.frames as usize)?;
+        let tgid = Tgid(head.header.tgid);
+        // Its process has ended since, or runs another program.
+        let Some(known) = self.processes.get_mut(&tgid) else { return Some(()) };
+        if known.stacks.len() >= MOST_STACKS && !known.stacks.contains_key(&head.id) {
+            return Some(());
+        }
+        let whose = if head.header.flags & flags::VIA != 0 { Whose::Via } else { Whose::Own };
+        let (stack, gone) = known.resolve(Memory(tgid), frames, whose, head.more != 0);
+        known.stacks.insert(head.id, stack);
+        self.tallies.entry(tgid).or_default().gone_frames += gone;
+        Some(())
+    }
+
+    /// The stack that an event names. Counts it.
+    pub fn get(&mut self, tgid: Tgid, id: u64) -> Option<Arc<Stack>> {
+        if id == no_stack::NOT_WANTED {
+            return None;
+        }
+        let stack = if id < no_stack::FIRST_ID {
+            Err(Reason::of(id)?)
+        } else {
+            match self.processes.get(&tgid) {
+                Some(known) => known.stacks.get(&id).cloned().unwrap_or(Err(Reason::NoRoom)),
+                None => Err(Reason::NoInterpreter),
+            }
+        };
+        let tally = self.tallies.entry(tgid).or_default();
+        match stack {
+            Ok(stack) => {
+                match stack.whose() {
+                    Whose::Own => tally.own += 1,
+                    Whose::Via => tally.via += 1,
+                }
+                Some(stack)
+            }
+            Err(reason) => {
+                *tally.without.entry(reason).or_default() += 1;
+                None
+            }
+        }
+    }
+}
+
+impl Known {
+    /// Names the frames of a stack; with the number of those whose code is gone.
+    fn resolve(
+        &mut self,
+        memory: Memory,
+        raw: &[RawFrame],
+        whose: Whose,
+        cut: bool,
+    ) -> (Result<Arc<Stack>, Reason>, u64) {
+        let mut frames = Vec::with_capacity(raw.len());
+        let mut gone = 0;
+        for raw in raw {
+            let (address, owner) = code_and_owner(raw);
+            if owner >= OWNED_BY_C {
+                continue;
+            }
+            match self.code(memory, address, raw.identity) {
+                Some(code) => match code.at(raw.instruction, owner == OWNED_BY_GENERATOR) {
+                    At::NotBegun => {}
+                    At::Line(line) => {
+                        let origin = self.origins.of_file(&code.file);
+                        let frame = Frame { function: code.function.clone(), file: code.file.clone(), line };
+                        frames.push((frame, origin));
+                    }
+                },
+                None => {
+                    gone += 1;
+                    let frame = Frame { function: self.gone.clone(), file: self.gone.clone(), line: None };
+                    frames.push((frame, Origin::Standard));
+                }
+            }
+        }
+        // Only while the main thread waits for the backward pass do its frames say who wanted it.
+        let waits = |(frame, _): &(Frame, Origin)| frame.file.contains("/torch/autograd/");
+        if whose == Whose::Via && !frames.first().is_some_and(waits) {
+            return (Err(Reason::MainElsewhere), gone);
+        }
+        let stack = Stack::new(frames, whose, cut).map(Arc::new).ok_or(Reason::NoFrames);
+        (stack, gone)
+    }
+
+    fn code(&mut self, memory: Memory, address: u64, identity: u64) -> Option<Arc<Code>> {
+        if let Some(code) = self.codes.get(&(address, identity)) {
+            return Some(code.clone());
+        }
+        let interpreter = &self.interpreter;
+        let code = Code::read(memory, &interpreter.offsets, &interpreter.types, address, identity)?;
+        let code = Arc::new(code);
+        if self.codes.len() < MOST_CODES {
+            self.codes.insert((address, identity), code.clone());
+        }
+        Some(code)
+    }
+}

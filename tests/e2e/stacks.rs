@@ -1,0 +1,186 @@
+//! Python stacks, against what the interpreter itself says of them: every version that this machine has.
+
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+    process::Command,
+    thread,
+    time::Duration,
+};
+
+use anyhow::{Context, Result, ensure};
+use memscope_e2e::{Ground, Target, Traced, Tracer, pointer, root, truth};
+use serde_json::Value;
+
+const GROUND: Ground = Ground::Native("v8");
+
+/// Minor versions of CPython 3 whose stacks are understood.
+const KNOWN: std::ops::RangeInclusive<u32> = 8..=13;
+
+struct Python {
+    program: PathBuf,
+    /// `3.11.7`
+    version: String,
+    minor: u32,
+}
+
+/// One of each version, wherever versions are kept.
+fn interpreters() -> Vec<Python> {
+    let mut places: Vec<PathBuf> = ["/usr/bin", "/usr/local/bin"].map(PathBuf::from).to_vec();
+    for kept in [".pyenv/versions", ".local/share/uv/python", "miniconda3/envs"] {
+        let versions = std::env::var_os("HOME").map(|home| Path::new(&home).join(kept));
+        let entries = versions.and_then(|versions| versions.read_dir().ok()).into_iter().flatten().flatten();
+        places.extend(entries.map(|entry| entry.path().join("bin")));
+    }
+    let mut found: HashMap<(String, bool), Python> = HashMap::new();
+    for (place, minor) in places.iter().flat_map(|place| KNOWN.map(move |minor| (place, minor))) {
+        let program = place.join(format!("python3.{minor}"));
+        let script = "import sys; print('%d.%d.%d' % sys.version_info[:3])";
+        let Ok(output) = Command::new(&program).args(["-c", script]).output() else { continue };
+        let version = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+        if version.starts_with(&format!("3.{minor}.")) {
+            // Debian's have the interpreter in the program, others in a library.
+            let is_system = place.starts_with("/usr");
+            found.entry((version.clone(), is_system)).or_insert(Python { program, version, minor });
+        }
+    }
+    let mut found: Vec<_> = found.into_values().collect();
+    found.sort_by_key(|python| (python.minor, python.version.clone()));
+    if found.is_empty() {
+        eprintln!("SKIPPED: there is no CPython 3.8 to 3.13 in {places:?}");
+    }
+    found
+}
+
+/// The truth and the trace of one run of `stacks.py`.
+fn run(python: &Python, options: &[&str]) -> Result<(Vec<Value>, Traced, u32)> {
+    let dir = tempfile::tempdir()?;
+    let (file, gate) = (dir.path().join("truth.jsonl"), dir.path().join("go"));
+    let mut command = Command::new(&python.program);
+    command.arg(root().join("tests/workloads/python/stacks.py"));
+    command.arg("--library").arg(root().join("target/sim/v8/lib64/libascendcl.so"));
+    command.arg("--truth").arg(&file).arg("--wait-file").arg(&gate);
+    let target = Target::start(command)?;
+    let pid = target.pid();
+    let ready = || truth(&file).is_ok_and(|lines| lines.iter().any(|line| line["event"] == "ready"));
+    for _ in 0..6000 {
+        if ready() {
+            break;
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+    let pid_text = pid.to_string();
+    let tracer = Tracer::start(&[&["-p", pid_text.as_str()], options].concat())?.attached()?;
+    std::fs::write(&gate, "")?;
+    let (status, _, errors) = target.finish()?;
+    ensure!(status.success(), "{}: {status}: {errors}", python.version);
+    Ok((truth(&file)?, tracer.finish()?, pid))
+}
+
+/// Stacks of the dump by the addresses of their blocks.
+fn dumped(traced: &Traced, pid: u32) -> Result<HashMap<u64, String>> {
+    let files = traced.dump(pid)?;
+    let rows = files.iter().flat_map(|file| &file.rows).filter(|row| row["Event"] == "MALLOC");
+    Ok(rows.map(|row| (pointer(&row["Ptr"]), row["Call Stack(Python)"].clone())).collect())
+}
+
+/// What the dump must say of a block.
+fn told(block: &Value, separator: &str) -> Result<String> {
+    let frames = block["python"].as_array().context("no frames")?;
+    let lines: Vec<_> = frames
+        .iter()
+        .map(|frame| {
+            let text = |key: &str| frame[key].as_str().unwrap_or_default().to_owned();
+            format!("{}({}): {}", text("file"), frame["line"], text("function"))
+        })
+        .collect();
+    Ok(lines.join(separator))
+}
+
+fn assert_equal(python: &Python, lines: &[Value], stacks: &HashMap<u64, String>) -> Result<()> {
+    let blocks: Vec<_> = lines.iter().filter(|line| line["event"] == "block").collect();
+    assert!(blocks.len() >= 80, "{}: {} blocks", python.version, blocks.len());
+    for block in blocks {
+        let ptr = block["ptr"].as_u64().context("no address")?;
+        let found = stacks.get(&ptr).with_context(|| format!("no block at {ptr:#x}"))?;
+        let what = format!("{} {} {}", python.version, block["kind"], block["gil"]);
+        assert_eq!(*found, told(block, "\n")?, "{what}");
+    }
+    Ok(())
+}
+
+#[test]
+fn stacks_are_what_the_interpreter_says() -> Result<()> {
+    if !GROUND.is_ready() {
+        return Ok(());
+    }
+    for python in interpreters() {
+        let (lines, traced, pid) = run(&python, &["--call-stack", "python:128"])?;
+        let report = traced.report()?;
+        let target = &report.0["targets"][0];
+        let version = target["python"].as_str().with_context(|| format!("{}: {target}", python.version))?;
+        assert!(python.version.starts_with(version), "{version} is not {}", python.version);
+        assert_eq!(target["stacks"]["gone_frames"], 0, "{}", python.version);
+        assert_equal(&python, &lines, &dumped(&traced, pid)?)?;
+        eprintln!("{}: {} blocks", python.program.display(), lines.len() - 2);
+    }
+    Ok(())
+}
+
+/// On kernels that do not describe their structures, and through a program for each site as on 5.10.
+#[test]
+fn stacks_need_nothing_that_old_kernels_lack() -> Result<()> {
+    if !GROUND.is_ready() {
+        return Ok(());
+    }
+    for python in interpreters().into_iter().rev().take(1) {
+        let options = ["--without-btf", "--mechanism", "perf-site", "--call-stack", "python:128"];
+        let (mut lines, traced, pid) = run(&python, &options)?;
+        // Threads that began after the last look are counted as having no known slot.
+        let main = |block: &Value| block["python"].to_string().contains("<module>");
+        lines.retain(|line| line["event"] != "block" || main(line));
+        assert_equal(&python, &lines, &dumped(&traced, pid)?)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn depth_rate_and_form_are_the_users_choice() -> Result<()> {
+    if !GROUND.is_ready() {
+        return Ok(());
+    }
+    let Some(python) = interpreters().pop() else { return Ok(()) };
+    // The interpreter's own frames count, though they are not shown.
+    let (lines, traced, pid) = run(&python, &["--call-stack", "python:5"])?;
+    let stacks = dumped(&traced, pid)?;
+    for block in lines.iter().filter(|line| line["event"] == "block") {
+        let found = block["ptr"].as_u64().and_then(|ptr| stacks.get(&ptr)).context("no block")?;
+        let told = told(block, "\n")?;
+        assert!(told.starts_with(found) && (2..=5).contains(&found.lines().count()), "{found} for {told}");
+    }
+
+    let (lines, traced, pid) = run(&python, &["--flat-stacks", "--call-stack", "python:128"])?;
+    let stacks = dumped(&traced, pid)?;
+    for block in lines.iter().filter(|line| line["event"] == "block") {
+        let found = block["ptr"].as_u64().and_then(|ptr| stacks.get(&ptr)).context("no block")?;
+        assert_eq!(*found, told(block, " <- ")?);
+    }
+
+    let (_, traced, pid) = run(&python, &["--call-stack", "none"])?;
+    assert!(dumped(&traced, pid)?.values().all(String::is_empty));
+    assert_eq!(traced.report()?.0["targets"][0]["stacks"], Value::Null);
+
+    // A share of one a second, saved up for one more: events beyond are there, without a stack, and counted.
+    let (lines, traced, pid) = run(&python, &["--stack-rate", "1"])?;
+    let stacks = dumped(&traced, pid)?;
+    let blocks = lines.iter().filter(|line| line["event"] == "block").count() as u64;
+    let facts = &traced.report()?.0["targets"][0]["stacks"];
+    let limited = facts["without"].as_array().into_iter().flatten();
+    let limited: u64 = limited
+        .filter(|without| without["reason"] == "beyond a thread's share of stacks")
+        .filter_map(|without| without["allocations"].as_u64())
+        .sum();
+    assert!(limited > blocks / 2, "{facts}");
+    assert_eq!(stacks.values().filter(|stack| stack.is_empty()).count() as u64, limited, "{facts}");
+    Ok(())
+}
