@@ -138,6 +138,17 @@ fn leaks_through_perf_events_with_cookies() -> Result<()> {
     leaks_are_exactly_the_truth(V9, &cookies)
 }
 
+/// The programs that walk Python stacks ask most of a kernel's verifier.
+#[test]
+fn the_kernel_takes_the_programs_that_walk_stacks() -> Result<()> {
+    if !memscope_e2e::is_root() {
+        return Ok(());
+    }
+    let found = Tracer::check()?;
+    assert_eq!(found["BPF programs"], "load, with ring buffer and Python stacks", "{found:?}");
+    Ok(())
+}
+
 #[test]
 fn leaks_through_a_program_for_each_site() -> Result<()> {
     leaks_are_exactly_the_truth(V9, &["--mechanism", "perf-site"])
