@@ -31,26 +31,33 @@ fn send_enter(hit: &Hit, regs: Regs) {
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "uprobe")]
 pub extern "C" fn annotate(ctx: *mut c_void) -> u32 {
-    if let Some(hit) = Hit::entry(ctx) {
+    if let Some(hit) = Hit::uncounted_entry(ctx) {
         let regs = Regs::new(ctx);
         let call =
             ApiCall { out: regs.arg::<0>(), asked: regs.arg::<1>(), sp: regs.sp(), site: hit.index as u64 };
-        match API_CALLS.get_ptr_mut(hit.pid_tgid) {
-            // SAFETY: the element is this thread's own: no one else changes it while the program runs.
-            Some(last) => unsafe {
-                // Calls nest with the same out-pointer: the outermost is the one the program made.
-                if (*last).out != call.out || (*last).sp <= call.sp {
-                    *last = call;
-                }
-            },
-            None => {
-                if API_CALLS.insert(hit.pid_tgid, call, 0).is_err() {
-                    hit.map_full();
-                }
-            }
+        if note(&hit, call) {
+            hit.is_not_sent();
+        } else {
+            hit.is_sent();
+            hit.map_full();
         }
     }
     0
+}
+
+#[inline(always)]
+fn note(hit: &Hit, call: ApiCall) -> bool {
+    let Some(last) = API_CALLS.get_ptr_mut(hit.pid_tgid) else {
+        return API_CALLS.insert(hit.pid_tgid, call, 0).is_ok();
+    };
+    // SAFETY: the element is this thread's own: no one else changes it while the program runs.
+    unsafe {
+        // Calls nest with the same out-pointer: the outermost is the one the program made.
+        if (*last).out != call.out || (*last).sp <= call.sp {
+            *last = call;
+        }
+    }
+    true
 }
 
 /// Entry of a call whose result is wanted: keeps the arguments for [`leave`].

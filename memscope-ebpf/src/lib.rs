@@ -7,7 +7,7 @@
 
 /// Changes whenever a layout below changes. The object embedded in the tool always matches; the number is
 /// there for recorded streams.
-pub const WIRE_VERSION: u32 = 2;
+pub const WIRE_VERSION: u32 = 3;
 
 /// Sites that can be attached at one time.
 pub const MAX_SITES: u32 = 4096;
@@ -56,7 +56,10 @@ pub struct Site {
     pub wake_shift: u8,
     /// Added to the address once all pointers are followed.
     pub after: u16,
-    pub reserved: u16,
+    /// Of a reported structure: the byte of its first word (0 to 7) that says what it reports, and the value of
+    /// that byte which is of no interest. [`NO_ARG`]: everything is.
+    pub skip_at: u8,
+    pub skip: u8,
 }
 
 pub const SITE_ANY: u32 = u32::MAX;
@@ -83,8 +86,11 @@ pub mod ret {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Times an observed process entered the function.
+    /// Times an observed process entered the function, for which a record was due.
     pub hits: u64,
+    /// Times it did so and none was: a call above the driver's, which goes into that one's record; a report that
+    /// nothing has changed.
+    pub unsent: u64,
     /// Records that found no room in the ring buffer.
     pub ring_full: u64,
     /// Calls whose entry could not be kept: their return is not reported.
@@ -94,6 +100,13 @@ pub struct Counters {
     pub unmatched: u64,
     /// Records sent with [`flags::UNREADABLE`].
     pub unreadable: u64,
+}
+
+impl Counters {
+    /// Times an observed process entered the function.
+    pub fn entries(&self) -> u64 {
+        self.hits + self.unsent
+    }
 }
 
 /// Kinds of records.
@@ -392,7 +405,7 @@ pub unsafe trait Plain: Copy + 'static {
 }
 
 wire! {
-    Site = 16, Counters = 40, Header = 24, Enter = 56, Return = 88, Name = 176, Mark = 368, Report = 88,
+    Site = 16, Counters = 48, Header = 24, Enter = 56, Return = 88, Name = 176, Mark = 368, Report = 88,
     InFlight = 40, InFlightKey = 16, ApiCall = 32, Interpreter = 72, RawFrame = 24, StackHead = 40,
     Stack = 40 + 24 * MAX_DEPTH, Thread = 8 + 32 + FRAME_BYTES + 8 + 40 + 24 * MAX_DEPTH,
 }

@@ -2,15 +2,16 @@
 
 use core::ffi::c_void;
 
-use memscope_ebpf::{Report, flags, kind, no_stack};
+use memscope_ebpf::{NO_ARG, Report, Site, flags, kind, no_stack};
 
 use crate::{regs::Regs, site::Hit, stack, user};
 
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "uprobe")]
 pub extern "C" fn report(ctx: *mut c_void) -> u32 {
-    if let Some(hit) = Hit::entry(ctx) {
-        let (words, flags) = read(&hit, ctx);
+    if let Some(hit) = Hit::uncounted_entry(ctx)
+        && let Some((words, flags)) = read(&hit, ctx)
+    {
         send(&hit, words, flags, no_stack::NOT_WANTED);
     }
     0
@@ -20,23 +21,32 @@ pub extern "C" fn report(ctx: *mut c_void) -> u32 {
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "uprobe")]
 pub extern "C" fn report_stack(ctx: *mut c_void) -> u32 {
-    if let Some(hit) = Hit::entry(ctx) {
-        let (words, flags) = read(&hit, ctx);
+    if let Some(hit) = Hit::uncounted_entry(ctx)
+        && let Some((words, flags)) = read(&hit, ctx)
+    {
         let stack = if (words[2] as i64) > 0 { stack::capture(&hit) } else { no_stack::NOT_WANTED };
         send(&hit, words, flags, stack);
     }
     0
 }
 
+/// The structure, when it is of interest.
 #[inline(always)]
-fn read(hit: &Hit, ctx: *mut c_void) -> ([u64; 7], u16) {
+fn read(hit: &Hit, ctx: *mut c_void) -> Option<([u64; 7], u16)> {
     let mut words = [0; 7];
     // SAFETY: a local array of integers.
-    if unsafe { user::read_into(&raw mut words, Regs::new(ctx).arg_at(hit.site.arg)) } {
-        return (words, 0);
+    let known = unsafe { user::read_into(&raw mut words, Regs::new(ctx).arg_at(hit.site.arg)) };
+    let Site { skip_at, skip, .. } = *hit.site;
+    if known && skip_at != NO_ARG && (words[0] >> ((skip_at as u32 & 7) * 8)) as u8 == skip {
+        hit.is_not_sent();
+        return None;
+    }
+    hit.is_sent();
+    if known {
+        return Some((words, 0));
     }
     hit.unreadable();
-    (words, flags::UNREADABLE)
+    Some((words, flags::UNREADABLE))
 }
 
 #[inline(always)]

@@ -43,9 +43,26 @@ impl Hit {
     #[inline(always)]
     pub fn entry(ctx: *mut c_void) -> Option<Self> {
         let hit = Self::new(ctx)?;
-        // SAFETY: `counters` is an element of the map for the life of the program.
-        count(unsafe { &raw mut (*hit.counters).hits });
+        hit.is_sent();
         Some(hit)
+    }
+
+    /// The entry of a function, which may turn out to be worth no record: [`Self::is_sent`] or [`Self::is_not_sent`].
+    #[inline(always)]
+    pub fn uncounted_entry(ctx: *mut c_void) -> Option<Self> {
+        Self::new(ctx)
+    }
+
+    #[inline(always)]
+    pub fn is_sent(&self) {
+        // SAFETY: `counters` is an element of the map for the life of the program.
+        count(unsafe { &raw mut (*self.counters).hits });
+    }
+
+    #[inline(always)]
+    pub fn is_not_sent(&self) {
+        // SAFETY: as in `is_sent`.
+        count(unsafe { &raw mut (*self.counters).unsent });
     }
 
     /// The return of a function.
@@ -96,7 +113,7 @@ impl Hit {
     pub fn reserve<T: 'static>(&self) -> Option<RingBufEntry<T>> {
         let entry = reserve::<T>();
         if entry.is_none() {
-            // SAFETY: as in `entry`.
+            // SAFETY: as in `is_sent`.
             count(unsafe { &raw mut (*self.counters).ring_full });
         }
         entry
@@ -109,19 +126,19 @@ impl Hit {
 
     #[inline(always)]
     pub fn map_full(&self) {
-        // SAFETY: as in `entry`.
+        // SAFETY: as in `is_sent`.
         count(unsafe { &raw mut (*self.counters).map_full });
     }
 
     #[inline(always)]
     pub fn unmatched(&self) {
-        // SAFETY: as in `entry`.
+        // SAFETY: as in `is_sent`.
         count(unsafe { &raw mut (*self.counters).unmatched });
     }
 
     #[inline(always)]
     pub fn unreadable(&self) {
-        // SAFETY: as in `entry`.
+        // SAFETY: as in `is_sent`.
         count(unsafe { &raw mut (*self.counters).unreadable });
     }
 }

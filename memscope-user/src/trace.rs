@@ -31,7 +31,7 @@ use crate::{
     collect::decode::{Decoder, Notice},
     dump::{Caller, Format, OutputError, Pipeline, Place, StackStyle, rows_of},
     model::{Change, DeviceId, Event, EventKind, Nanos, StepRule, Tgid},
-    probes::catalogue::{CATALOGUE, Class, Shape},
+    probes::catalogue::{CATALOGUE, Class},
     report::document::{Document, Dump, Events, Site, StackFacts, Target as TargetFacts, Timing, Trace},
     stacks::{Found, Interpreter, Origins, Reason},
 };
@@ -754,12 +754,10 @@ impl Session<'_> {
         for (index, state) in self.attacher.sites().iter().enumerate() {
             let counters = self.attacher.counters(index);
             lost_total += lost(&counters);
-            if state.probe.shape == Shape::Annotate {
-                // These come with the driver's record.
-                received += counters.hits - counters.map_full;
-            }
+            // Seen as well, though not sent.
+            received += counters.unsent;
             // A stand-in that was not needed is of no interest.
-            if matches!(state.status, Status::Superseded(_)) && counters.hits == 0 {
+            if matches!(state.status, Status::Superseded(_)) && counters.entries() == 0 {
                 continue;
             }
             sites.push(Site {
@@ -768,7 +766,7 @@ impl Session<'_> {
                 build_id: state.build_id.as_deref().map(str::to_owned),
                 offset: state.found.map(|f| f.offset),
                 attached: matches!(state.status, Status::Attached | Status::Ended),
-                hits: counters.hits,
+                hits: counters.entries(),
                 lost: lost(&counters),
                 reason: match &state.status {
                     Status::Superseded(why) => Some(why.clone()),

@@ -32,6 +32,7 @@ use crate::{
     probes::{
         catalogue::{At, Class, Probe, Shape},
         resolve::{Found, ResolvedFile, Resolver},
+        torch_npu::ReportLayout,
     },
     stacks,
     text::sanitize,
@@ -195,13 +196,20 @@ pub struct Attacher {
     robust_list: u32,
     resolver: Resolver,
     files: HashMap<FileId, Arc<ResolvedFile>>,
-    /// Files by what all names of one inode share; whether each is of a layered file system.
-    names: HashMap<(Stamp, Option<Arc<str>>), Vec<(FileId, bool)>>,
+    /// Files by what all names of one inode share: stamp and build-id.
+    names: HashMap<(Stamp, Option<Arc<str>>), Vec<Named>>,
     attached: HashSet<(Scope, FileId, &'static str)>,
     processes: HashMap<Tgid, Seen>,
     sites: Vec<SiteState>,
     links: BTreeMap<Scope, Vec<Link>>,
     host_links: Vec<Link>,
+}
+
+/// A file by one of its names.
+struct Named {
+    id: FileId,
+    /// Shown by a layered file system.
+    layered: bool,
 }
 
 /// Detaches. Closing a link waits for the kernel's grace periods, 0.05 s each and more on a busy machine: they pass
@@ -378,6 +386,7 @@ impl Attacher {
         if let Ok(values) = self.maps.counters.get(&(site as u32), 0) {
             for c in values.iter() {
                 sum.hits += c.hits;
+                sum.unsent += c.unsent;
                 sum.ring_full += c.ring_full;
                 sum.map_full += c.map_full;
                 sum.unmatched += c.unmatched;
@@ -530,14 +539,14 @@ impl Attacher {
     fn canonical(&mut self, id: FileId, file: &File, resolved: &ResolvedFile) -> FileId {
         let Ok(stamp) = Stamp::of(file) else { return id };
         let known = self.names.entry((stamp, resolved.build_id.clone())).or_default();
-        if known.iter().any(|(other, _)| *other == id) {
+        if known.iter().any(|other| other.id == id) {
             return id;
         }
         let layered = is_layered(file);
-        match known.iter().find(|(_, of_layers)| layered || *of_layers) {
-            Some((first, _)) => *first,
+        match known.iter().find(|first| layered || first.layered) {
+            Some(first) => first.id,
             None => {
-                known.push((id, layered));
+                known.push(Named { id, layered });
                 id
             }
         }
@@ -808,7 +817,7 @@ fn site_of(hit: &Found, scope: Scope, wake_shift: u8, python: Option<u8>) -> Sit
         Scope::Process(tgid) => tgid.0,
         Scope::Host => SITE_ANY,
     };
-    let mut site = Site { tgid, out: NO_ARG, domain: NO_ARG, wake_shift, ..Site::default() };
+    let mut site = Site { tgid, out: NO_ARG, domain: NO_ARG, skip_at: NO_ARG, wake_shift, ..Site::default() };
     match hit.shape {
         Shape::Enter | Shape::Annotate | Shape::Notify => {}
         Shape::EnterReturn { out, ret, structure } => {
@@ -816,7 +825,12 @@ fn site_of(hit: &Found, scope: Scope, wake_shift: u8, python: Option<u8>) -> Sit
             site.ret = ret;
             site.arg = if structure == NO_ARG { 0 } else { structure };
         }
-        Shape::Report { arg } => site.arg = arg,
+        Shape::Report { arg } => {
+            site.arg = arg;
+            if let Some(layout) = hit.report_layout {
+                (site.skip_at, site.skip) = (layout.data_type_at(), ReportLayout::BLOCK_FREE);
+            }
+        }
         Shape::Name { arg, offset, derefs } => {
             site.arg = arg;
             site.offset = offset;

@@ -639,10 +639,8 @@ impl Usage {
         const PRIVATE_USE_1: u8 = 20;
         let head = words[0].to_le_bytes();
         let (size, allocated, reserved) = (words[2] as i64, words[3] as i64, words[4] as i64);
-        let (component, data_type) = match layout {
-            ReportLayout::WithComponent => (head[2], head[3]),
-            ReportLayout::WithoutComponent => (0, head[2]),
-        };
+        let data_type = head[usize::from(layout.data_type_at())];
+        let component = if layout == ReportLayout::WithComponent { head[2] } else { 0 };
         let wrong = |what: String| {
             Err(format!(
                 "its records make no sense ({what}), so it was switched off: this build of torch_npu is not understood; \
@@ -664,7 +662,7 @@ impl Usage {
         let what = match (data_type, size) {
             (0, 0..) => What::Alloc,
             (1, ..=0) => What::Free,
-            (2, ..=0) => What::BlockFree,
+            (ReportLayout::BLOCK_FREE, ..=0) => What::BlockFree,
             _ => return wrong(format!("kind {data_type} with a size of {size}")),
         };
         Ok(Self {

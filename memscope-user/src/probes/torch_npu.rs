@@ -57,6 +57,19 @@ pub enum ReportLayout {
     WithoutComponent,
 }
 
+impl ReportLayout {
+    /// Data type of a report that a block has become reusable, which changes nothing of what is allocated.
+    pub const BLOCK_FREE: u8 = 2;
+
+    /// Where the data type is.
+    pub fn data_type_at(self) -> u8 {
+        match self {
+            Self::WithComponent => 3,
+            Self::WithoutComponent => 2,
+        }
+    }
+}
+
 /// A function that takes a mark or range. Its entry is reached whether or not anything listens to marks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MarkSite {
