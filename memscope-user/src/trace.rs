@@ -30,7 +30,7 @@ use crate::{
     },
     collect::decode::{Decoder, Notice},
     dump::{Caller, Format, OutputError, Pipeline, Place, StackStyle, rows_of},
-    model::{Change, DeviceId, Event, EventKind, Nanos, StepRule, Tgid},
+    model::{Change, DeviceId, Event, EventKind, Ledger, Nanos, StepRule, StepsFrom, Tgid},
     probes::catalogue::{CATALOGUE, Class},
     report::document::{Document, Dump, Events, Site, StackFacts, Target as TargetFacts, Timing, Trace},
     stacks::{Found, Interpreter, Origins, Reason},
@@ -40,6 +40,9 @@ use crate::{
 const TICK: Duration = Duration::from_millis(50);
 /// How often new processes and libraries are looked for that no event announces.
 const SCAN: Duration = Duration::from_secs(1);
+/// How long events are held back, in processes that mark no step, until it is clear whether one begins before them: at
+/// most this old is what the dump and the status line lack.
+const HELD: Duration = Duration::from_secs(10);
 /// Records decoded in one go before signals and timers get their turn.
 const BATCH: usize = 65536;
 
@@ -87,6 +90,7 @@ pub struct Config {
     pub duration: Option<Duration>,
     pub classes: HashSet<Class>,
     pub steps: StepRule,
+    pub steps_from: StepsFrom,
     /// Only these steps are reported and dumped; all, when empty.
     pub only_steps: Vec<u32>,
     /// Only these devices are reported and dumped; all, when empty.
@@ -221,7 +225,8 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
     let mut records = unsafe { AsyncFd::register(records) }.map_err(|e| e.into_parts().1)?;
     let (exits, mut exited) = mpsc::unbounded_channel();
     let mut session = Session {
-        online: Online::new(config.steps.clone(), config.leaks),
+        online: Online::new(config.steps.clone(), config.leaks)
+            .with_steps_from(&config.steps, config.steps_from),
         config,
         attacher,
         decoder: Decoder::new(clock_offset(), read_text),
@@ -274,6 +279,7 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
             }
             _ = tick.tick() => {
                 session.drain(records.get_mut(), BATCH);
+                session.release();
                 if last_scan.elapsed() >= SCAN {
                     last_scan = Instant::now();
                     session.scan();
@@ -669,26 +675,15 @@ impl Session<'_> {
             return;
         }
         self.timing.first_event_ns.get_or_insert(event.time);
-        let change = self.online.apply(&event);
-        self.dump(&event, &change);
+        let (dump, config) = (self.dump.as_ref(), &self.config);
+        self.online.feed(event, |event, change, ledger| write_rows(dump, config, event, change, ledger));
     }
 
-    fn dump(&self, event: &Event, change: &Change) {
-        let Some(dump) = &self.dump else { return };
-        let selection = self.config.dump;
-        let wanted = match &event.kind {
-            EventKind::Alloc(_) | EventKind::Free(_) => selection.memory,
-            EventKind::Op { .. } | EventKind::Launch { .. } => selection.launches,
-            _ => true,
-        };
-        let step = self.online.ledger.process(event.tgid).map(|process| process.steps().current());
-        if !wanted || step.is_some_and(|step| !selects(&self.config.only_steps, step.0)) {
-            return;
-        }
-        rows_of(event, change, &self.online.ledger, |row| match row.place() {
-            Some(Place::Npu(device)) if !selects(&self.config.only_devices, device.0) => {}
-            _ => dump.push(row),
-        });
+    /// Lets go of events that have waited for a step to begin before them for as long as is allowed.
+    fn release(&mut self) {
+        let (dump, config) = (self.dump.as_ref(), &self.config);
+        let before = Nanos(now().0.saturating_sub(HELD.as_nanos() as u64));
+        self.online.release(before, |event, change, ledger| write_rows(dump, config, event, change, ledger));
     }
 
     fn target_exited(&mut self, tgid: Tgid) {
@@ -728,6 +723,8 @@ impl Session<'_> {
     }
 
     fn finish(mut self) -> (Document, Attacher) {
+        let (dump, config) = (self.dump.as_ref(), &self.config);
+        self.online.finish(|event, change, ledger| write_rows(dump, config, event, change, ledger));
         let dump = self.dump.take().map(|dump| {
             let mut summary = dump.finish();
             // Rows without a device, of a process image that had none: no file was due.
@@ -840,6 +837,25 @@ impl Session<'_> {
         document.select(&self.config.only_devices, &self.config.only_steps);
         (document, self.attacher)
     }
+}
+
+/// Puts what an event changed into the dump, as far as it is wanted there.
+fn write_rows(dump: Option<&Pipeline>, config: &Config, event: &Event, change: &Change, ledger: &Ledger) {
+    let Some(dump) = dump else { return };
+    let selection = config.dump;
+    let wanted = match &event.kind {
+        EventKind::Alloc(_) | EventKind::Free(_) => selection.memory,
+        EventKind::Op { .. } | EventKind::Launch { .. } => selection.launches,
+        _ => true,
+    };
+    let step = ledger.process(event.tgid).map(|process| process.steps().current());
+    if !wanted || step.is_some_and(|step| !selects(&config.only_steps, step.0)) {
+        return;
+    }
+    rows_of(event, change, ledger, |row| match row.place() {
+        Some(Place::Npu(device)) if !selects(&config.only_devices, device.0) => {}
+        _ => dump.push(row),
+    });
 }
 
 fn lost(counters: &Counters) -> u64 {

@@ -154,6 +154,11 @@ fn assert_stack(leak: &Value, lines: &[Value]) {
 
 /// What the report must say of `train_leak.py` with so many steps, wherever it was attached.
 fn assert_leaks(report: &Report, pid: u32, lines: &[Value], steps: u64) -> Result<u64> {
+    assert_leaks_since(2, report, pid, lines, steps)
+}
+
+/// The same, of what is allocated in this step and later.
+fn assert_leaks_since(first: u64, report: &Report, pid: u32, lines: &[Value], steps: u64) -> Result<u64> {
     let device = report.device(pid, 0)?;
     let seen = report.0["steps"].as_array().map(Vec::len).unwrap_or_default() as u64;
     // Our step n is the script's step n + offset.
@@ -165,10 +170,11 @@ fn assert_leaks(report: &Report, pid: u32, lines: &[Value], steps: u64) -> Resul
     let pta: Vec<&Value> =
         device["leaks"].as_array().into_iter().flatten().filter(|leak| leak["pool"] == "PTA").collect();
     assert_eq!(pta.len(), device["leaks"].as_array().map_or(0, Vec::len), "only the pool's blocks leak");
-    let found = report.blocks(device, "leaks");
+    let mut found = report.blocks(device, "leaks");
+    found.retain(|block| block.step >= first);
     // The last step's blocks can not be judged; the first step warms up.
-    let mut wanted = shifted(tell(lines, "leak", None), 2, seen - 1);
-    let state = shifted(tell(lines, "keep", Some("state")), 2, seen - 1);
+    let mut wanted = shifted(tell(lines, "leak", None), first, seen - 1);
+    let state = shifted(tell(lines, "keep", Some("state")), first, seen - 1);
     wanted.extend(state.iter().cloned());
     // A leak that got a block like those that are freed some steps late is only young until it has outlived them.
     let young: BTreeSet<u64> = report.blocks(device, "not_judged").iter().map(|b| b.ptr).collect();
@@ -506,4 +512,87 @@ fn expandable_segments_are_the_pools_to_the_byte() -> Result<()> {
     let device = report.device(pid, 0)?;
     assert_eq!(device["reconciliation"]["unexplained_bytes"], 0, "{:#}", device["reconciliation"]);
     Ok(())
+}
+
+/// Operators before each of these times, in ns of the wall clock.
+fn operators_before(files: &[DumpFile], times: impl Iterator<Item = u64>) -> Vec<usize> {
+    let rows = files.iter().flat_map(|file| &file.rows).filter(|row| row["Event Type"] == "ATEN_START");
+    let mut operators: Vec<u64> = rows.map(|row| row["Timestamp(ns)"].parse().unwrap_or(0)).collect();
+    operators.sort_unstable();
+    times.map(|time| operators.partition_point(|operator| *operator < time)).collect()
+}
+
+/// The loop with its marks taken out: steps begin between the same operators, and what leaks is the same.
+#[test]
+fn without_marks_steps_are_inferred_where_they_are() -> Result<()> {
+    const STEPS: u64 = 30;
+    for (ground, optimizer) in [(GROUNDS[0], "sgd"), (GROUNDS[0], "adamw"), (GROUNDS[1], "adamw")] {
+        if !ground.is_ready() {
+            continue;
+        }
+        let dir = tempfile::tempdir()?;
+        let file = dir.path().join("truth.jsonl");
+        let (steps, path) = (STEPS.to_string(), file.to_string_lossy());
+        let args = ["--no-marks", "--steps", &steps, "--step-ms", "30", "--optimizer", optimizer];
+        let command = ground.command(&[&["train_leak.py", "--truth", &path], &args[..]].concat());
+        let words: Vec<String> = std::iter::once(command.get_program())
+            .chain(command.get_args())
+            .map(|word| word.to_string_lossy().into_owned())
+            .collect();
+        let mut args = vec!["--"];
+        args.extend(words.iter().map(String::as_str));
+        let traced = Tracer::start(&args)?.finish()?;
+        let report = traced.report()?;
+        let lines = truth(&file)?;
+        let pid = report.0["steps"][0]["pid"].as_u64().context("no step")? as u32;
+
+        let wall = wall_clock_offset();
+        let told = lines.iter().filter(|line| line["event"] == "step");
+        let begins = told.filter_map(|line| line["ns"].as_u64()).map(|ns| ns.saturating_add_signed(wall));
+        let files = traced.dump(pid)?;
+        let wanted = operators_before(&files, begins);
+        let steps = report.0["steps"].as_array().into_iter().flatten();
+        let found = operators_before(&files, steps.filter_map(|step| step["begin_ns"].as_u64()));
+        assert_eq!(wanted.len() as u64, STEPS);
+        let right = found.iter().filter(|at| wanted.contains(at)).count();
+        let what = format!("{ground:?} {optimizer}: {found:?} for {wanted:?}");
+        assert!(right * 100 >= 95 * wanted.len() && right * 100 >= 95 * found.len(), "{what}");
+
+        let processes = report.0["processes"].as_array().into_iter().flatten();
+        let why = processes.map(|process| &process["steps_inferred"]).find(|why| !why.is_null());
+        let why = why.context("it does not say that steps are inferred")?;
+        assert_eq!(why["basis"], "optimizer", "{why}");
+        assert!(why["confidence"].as_f64() > Some(0.8), "{why}");
+        assert!(report.0["steps"].as_array().into_iter().flatten().all(|step| step["inferred"] == true));
+        // Where the loop pauses is learned from its first steps.
+        assert_leaks_since(4, &report, pid, &lines, STEPS)?;
+
+        // From the dump the same steps and leaks come out, unless they are not to be inferred.
+        let dump = traced.dir.path().to_string_lossy().into_owned();
+        let offline = Report(Tracer::verb(&["leaks", &dump])?);
+        assert_eq!(offline.0["steps"], report.0["steps"]);
+        assert_eq!(offline.device(pid, 0)?["leaks"], report.device(pid, 0)?["leaks"]);
+        let marked = Tracer::verb(&["leaks", &dump, "--steps-from", "marks"])?;
+        assert_eq!(marked["steps"], serde_json::json!([]));
+        let compared = Tracer::verb(&["compare", "--steps", "6,7", &dump])?;
+        assert_eq!(compared["difference"]["verdict"]["compare"]["step"], 7, "{compared}");
+        let calls = |side: &str| -> u64 {
+            let memories = compared["difference"]["memories"].as_array().into_iter().flatten();
+            let ops = memories.flat_map(|memory| memory["ops"].as_array().into_iter().flatten());
+            ops.filter_map(|op| op[side]["calls"].as_u64()).sum()
+        };
+        assert!(calls("base") == calls("compare") && calls("base") > 10, "whole steps: {compared}");
+    }
+    Ok(())
+}
+
+/// Wall clock minus monotonic clock, in ns.
+fn wall_clock_offset() -> i64 {
+    let read = |id| {
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: `time` is a timespec of ours.
+        unsafe { libc::clock_gettime(id, &raw mut time) };
+        time.tv_sec * 1_000_000_000 + time.tv_nsec
+    };
+    read(libc::CLOCK_REALTIME) - read(libc::CLOCK_MONOTONIC)
 }

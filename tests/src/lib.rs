@@ -500,6 +500,13 @@ impl Tracer {
         Ok(lines.iter().map(|line| (text(&line["subject"]), text(&line["finding"]))).collect())
     }
 
+    /// What a verb that reads dumps prints with `--json`.
+    pub fn verb(args: &[&str]) -> Result<Value> {
+        let output = Command::new(tracer_binary()?).args(args).arg("--json").output()?;
+        serde_json::from_slice(&output.stdout)
+            .with_context(|| format!("{args:?}: {}", String::from_utf8_lossy(&output.stderr)))
+    }
+
     /// What `memscope-trace probes` prints.
     pub fn start_probes(args: &[&str]) -> Result<String> {
         let output = Command::new(tracer_binary()?).arg("probes").args(args).output()?;

@@ -3,18 +3,18 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use regex::Regex;
 use serde::Serialize;
 
 use super::{
     Verdict,
     list::{List, Ordinal, words},
-    offline::{each_row, print_json},
+    offline::{each_row_and_step, inferred_steps, print_json, shown},
+    steps::StepArgs,
 };
 use crate::{
     analysis::compare::{self, Difference, Layer, Profile, Profiler, Sequences, Side, Table},
     dump::{Caller, write_comparison},
-    model::{Ledger, StepId, StepRule},
+    model::{StepId, StepsFrom},
 };
 
 #[derive(Debug, Args)]
@@ -28,9 +28,8 @@ pub struct CompareArgs {
     /// What msMemScope's table aligns [op, kernel]
     #[arg(long, value_name = "LEVEL", default_value = "op")]
     level: CompareLevel,
-    /// Steps are the ranges or marks whose text matches [default: ranges called "step start"]
-    #[arg(long, value_name = "REGEX")]
-    step_mark: Option<Regex>,
+    #[command(flatten)]
+    step: StepArgs,
     /// Directory for msMemScope's table (compare/memory_compare_<date>.csv)
     #[arg(short, long, value_name = "DIR", default_value = "memscopeDumpResults")]
     output: PathBuf,
@@ -55,25 +54,12 @@ pub(super) fn run(args: CompareArgs) -> anyhow::Result<Verdict> {
         Some([a, b]) => Some((StepId(a.0), StepId(b.0))),
         Some(other) => anyhow::bail!("--steps takes two steps, not {}", other.len()),
     };
-    let rule = args.step_mark.clone().map_or(StepRule::StepStart, StepRule::Matching);
     let compared = match (args.dumps.as_slice(), steps) {
         ([dump], Some((a, b))) => {
             let sides = [Some(Side::Step(a)), Some(Side::Step(b))];
-            let mut profiler = Profiler::new(rule.clone(), sides);
-            let mut ledger = Ledger::new(rule);
-            each_row(std::slice::from_ref(dump), |row| {
-                profiler.observe(row);
-                if let Some(event) = row.row.event() {
-                    ledger.apply(&event);
-                }
-            })?;
-            let last =
-                ledger.processes().iter().map(|process| process.steps().current()).max().unwrap_or_default();
-            anyhow::ensure!(
-                a <= last && b <= last,
-                "{} has steps 1 to {last}, not {a} and {b}",
-                dump.display()
-            );
+            let (profiler, _) = read(dump, &args, sides)?;
+            let last = profiler.last_step();
+            anyhow::ensure!(a <= last && b <= last, "{} has steps 1 to {last}, not {a} and {b}", shown(dump));
             let profiles = profiler.finish();
             let [base, other] = profiles.as_slice() else {
                 anyhow::bail!("the dump does not have both steps {} and {}", a, b);
@@ -82,25 +68,16 @@ pub(super) fn run(args: CompareArgs) -> anyhow::Result<Verdict> {
         }
         ([_], None) => anyhow::bail!("compare takes two dumps, or one and --steps A,B"),
         ([base, other], steps) => {
-            let level = match args.level {
-                CompareLevel::Op => compare::Level::Op,
-                CompareLevel::Kernel => compare::Level::Kernel,
-            };
-            let side = |step: Option<StepId>| step.map_or(Side::Whole, Side::Step);
-            let read = |path: &PathBuf, side: Side| -> anyhow::Result<(Profile, Sequences)> {
-                let mut sequences = Sequences::new(level);
-                let mut profiler = Profiler::new(rule.clone(), [Some(side), None]);
-                each_row(std::slice::from_ref(path), |row| {
-                    sequences.observe(row);
-                    profiler.observe(row);
-                })?;
+            let side = |step: Option<StepId>| [Some(step.map_or(Side::Whole, Side::Step)), None];
+            let profile = |path: &PathBuf, step| -> anyhow::Result<(Profile, Sequences)> {
+                let (profiler, sequences) = read(path, &args, side(step))?;
                 let profile = profiler.finish().into_iter().next();
                 let profile =
-                    profile.ok_or_else(|| anyhow::anyhow!("{} does not have that step", path.display()))?;
+                    profile.ok_or_else(|| anyhow::anyhow!("{} does not have that step", shown(path)))?;
                 Ok((profile, sequences))
             };
-            let (base, base_sequences) = read(base, side(steps.map(|s| s.0)))?;
-            let (other, other_sequences) = read(other, side(steps.map(|s| s.1)))?;
+            let (base, base_sequences) = profile(base, steps.map(|s| s.0))?;
+            let (other, other_sequences) = profile(other, steps.map(|s| s.1))?;
             let table = compare::table(base_sequences, other_sequences);
             let path = write_comparison(&args.output, Caller::of_sudo(), &table)?;
             Compared {
@@ -117,6 +94,38 @@ pub(super) fn run(args: CompareArgs) -> anyhow::Result<Verdict> {
     }
     print(&compared);
     Ok(Verdict::Fine)
+}
+
+/// Profiles parts of a dump. Its steps are inferred where it has none of its own and some are asked for: that takes
+/// reading it once more, for where a step began is known only later.
+fn read(
+    dump: &PathBuf,
+    args: &CompareArgs,
+    sides: [Option<Side>; 2],
+) -> anyhow::Result<(Profiler, Sequences)> {
+    let level = match args.level {
+        CompareLevel::Op => compare::Level::Op,
+        CompareLevel::Kernel => compare::Level::Kernel,
+    };
+    let (rule, source) = (args.step.rule(), args.step.source());
+    let by_step = sides.iter().any(|side| matches!(side, Some(Side::Step(_))));
+    let mut inferred = match source {
+        StepsFrom::Ops if by_step => Some(inferred_steps(dump, &rule, source)?),
+        _ => None,
+    };
+    loop {
+        let may_infer = by_step && source == StepsFrom::MarksOrOps && inferred.is_none();
+        let mut sequences = Sequences::new(level);
+        let mut profiler = Profiler::new(rule.clone(), sides).with_steps_from(source);
+        each_row_and_step(dump, inferred.unwrap_or_default(), |row| {
+            sequences.observe(row);
+            profiler.observe(row);
+        })?;
+        if !may_infer || profiler.last_step() > StepId(0) {
+            return Ok((profiler, sequences));
+        }
+        inferred = Some(inferred_steps(dump, &rule, source)?);
+    }
 }
 
 fn print(compared: &Compared) {

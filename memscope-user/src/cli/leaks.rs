@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use regex::Regex;
 use serde::Serialize;
 
 use super::{
@@ -11,13 +10,14 @@ use super::{
     list::List,
     offline::{Read, each_row, print_json, shown},
     trace::FailWord,
+    steps::StepArgs,
 };
 use crate::{
     analysis::{
         Online,
         offline_leaks::{Config, OfflineLeaks, Report},
     },
-    model::{Pool, StepRule},
+    model::Pool,
     report::{
         document::{Document, Dump, Events, Trace},
         terminal,
@@ -31,7 +31,7 @@ pub struct LeaksArgs {
     dumps: Vec<PathBuf>,
     /// Marks of this text bound the search: allocated between A and B and not freed before C. Without it, the
     /// rule of live tracing is applied to the steps of the dump
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", conflicts_with_all = ["step_mark", "steps_from"])]
     mstx_info: Option<String>,
     /// Which of these marks is A, from 0; B and C are the next two
     #[arg(long, value_name = "N", default_value_t = 0, requires = "mstx_info")]
@@ -39,9 +39,8 @@ pub struct LeaksArgs {
     /// Blocks of this pool only [HAL, PTA, PTA_WORKSPACE, ATB, MINDSPORE, HOST]
     #[arg(long, value_name = "POOL", value_parser = pool, requires = "mstx_info")]
     pool: Option<Pool>,
-    /// Steps are the ranges or marks whose text matches [default: ranges called "step start"]
-    #[arg(long, value_name = "REGEX", conflicts_with = "mstx_info")]
-    step_mark: Option<Regex>,
+    #[command(flatten)]
+    step: StepArgs,
     /// As one JSON document; without --mstx-info it is the report of live tracing
     #[arg(long)]
     json: bool,
@@ -65,13 +64,14 @@ pub(super) fn run(args: LeaksArgs) -> anyhow::Result<Verdict> {
 }
 
 fn over_steps(args: &LeaksArgs) -> anyhow::Result<bool> {
-    let rule = args.step_mark.clone().map_or(StepRule::StepStart, StepRule::Matching);
-    let mut online = Online::new(rule, true);
+    let rule = args.step.rule();
+    let mut online = Online::new(rule.clone(), true).with_steps_from(&rule, args.step.source());
     let read = each_row(&args.dumps, |numbered| {
         if let Some(event) = numbered.row.event() {
-            online.apply(&event);
+            online.feed(event, |_, _, _| {});
         }
     })?;
+    online.finish(|_, _, _| {});
     let paths: Vec<_> = args.dumps.iter().map(|path| shown(path)).collect();
     let reason = (read.unread > 0).then(|| format!("{} rows could not be read", read.unread));
     let trace = Trace {

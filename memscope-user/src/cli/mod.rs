@@ -8,6 +8,7 @@ mod list;
 mod offline;
 mod probes;
 mod progress;
+mod steps;
 mod trace;
 
 use std::{ffi::OsString, io, process::ExitCode};

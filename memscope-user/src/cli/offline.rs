@@ -1,11 +1,19 @@
 //! What the verbs that read dumps share.
 
 use std::{
+    collections::{HashMap, VecDeque},
     io::Write,
     path::{Path, PathBuf},
 };
 
-use crate::dump::read::{NumberedRow, Options, Rows, open};
+use crate::{
+    analysis::infer_steps::StepInference,
+    dump::{
+        Row,
+        read::{NumberedRow, Options, Rows, open},
+    },
+    model::{Event, EventKind, StepRule, StepsFrom, Tgid},
+};
 
 /// Reads dumps as one, to the end; what could not be read is said on standard error, and the rest counts.
 pub(super) fn each_row(paths: &[PathBuf], mut row: impl FnMut(&NumberedRow)) -> anyhow::Result<Read> {
@@ -24,6 +32,64 @@ pub(super) fn each_row(paths: &[PathBuf], mut row: impl FnMut(&NumberedRow)) -> 
         tracing::warn!("{unread} rows could not be read: what follows rests on the other {count}");
     }
     Ok(Read { rows: count, unread })
+}
+
+/// The beginnings of steps that operators tell of in a dump, by process.
+#[derive(Debug, Default)]
+pub(super) struct InferredSteps(HashMap<Tgid, InferredOf>);
+
+#[derive(Debug, Default)]
+struct InferredOf {
+    /// Events of the process so far.
+    events: u64,
+    /// With the number of events before it.
+    steps: VecDeque<(u64, Event)>,
+}
+
+pub(super) fn inferred_steps(
+    dump: &PathBuf,
+    rule: &StepRule,
+    from: StepsFrom,
+) -> anyhow::Result<InferredSteps> {
+    let mut inference = StepInference::new(rule.clone(), from);
+    let (mut ready, mut found) = (Vec::new(), InferredSteps::default());
+    let mut sort = |ready: &mut Vec<Event>| {
+        for event in ready.drain(..) {
+            let InferredOf { events, steps } = found.0.entry(event.tgid).or_default();
+            match event.kind {
+                EventKind::StepInferred(_) => steps.push_back((*events, event)),
+                EventKind::StepsRetracted => steps.clear(),
+                _ => *events += 1,
+            }
+        }
+    };
+    each_row(std::slice::from_ref(dump), |numbered| {
+        if let Some(event) = numbered.row.event() {
+            inference.push(event, &mut ready);
+            sort(&mut ready);
+        }
+    })?;
+    inference.flush(&mut ready);
+    sort(&mut ready);
+    found.0.values_mut().for_each(|of| of.events = 0);
+    Ok(found)
+}
+
+/// Reads a dump with such beginnings of steps between its rows.
+pub(super) fn each_row_and_step(
+    dump: &PathBuf,
+    mut steps: InferredSteps,
+    mut row: impl FnMut(&NumberedRow),
+) -> anyhow::Result<Read> {
+    each_row(std::slice::from_ref(dump), |numbered| {
+        if let Some(InferredOf { events, steps }) = steps.0.get_mut(&numbered.row.tgid) {
+            while let Some((_, step)) = steps.pop_front_if(|(before, _)| *before <= *events) {
+                row(&NumberedRow { row: Row::from(step), ..*numbered });
+            }
+            *events += u64::from(numbered.row.event().is_some());
+        }
+        row(numbered);
+    })
 }
 
 /// What was read of dumps.

@@ -14,17 +14,17 @@ use std::{
 use anyhow::Context;
 use clap::Args;
 use memscope_ebpf::MAX_DEPTH;
-use regex::Regex;
 
 use super::{
     Verdict,
     list::{Bytes, Device, List, Ordinal, Seconds, words},
     progress::Terminal,
+    steps::StepArgs,
 };
 use crate::{
     attach::{Mechanism, StackConfig, process::Proc},
     dump::{Format, StackStyle},
-    model::{StepRule, Tgid},
+    model::Tgid,
     probes::catalogue::Class,
     report::{document::Document, terminal},
     trace::{self, Config, DumpSelection, Targets},
@@ -67,9 +67,8 @@ pub struct TraceArgs {
     /// Report and dump these steps only; all steps are analysed
     #[arg(long, value_name = "LIST", help_heading = "What to look at")]
     steps: Option<List<Ordinal>>,
-    /// Steps are the ranges or marks whose text matches [default: ranges called "step start"]
-    #[arg(long, value_name = "REGEX", help_heading = "What to look at")]
-    step_mark: Option<Regex>,
+    #[command(flatten, next_help_heading = "What to look at")]
+    step: StepArgs,
 
     /// Directory for dumps
     #[arg(short, long, value_name = "DIR", default_value = "memscopeDumpResults", help_heading = "Output")]
@@ -198,7 +197,8 @@ impl TraceArgs {
             proc: Proc::default(),
             duration: self.duration.map(|seconds| seconds.0),
             classes,
-            steps: self.step_mark.map_or(StepRule::StepStart, StepRule::Matching),
+            steps: self.step.rule(),
+            steps_from: self.step.source(),
             only_steps: self.steps.map(|list| list.0.iter().map(|s| s.0).collect()).unwrap_or_default(),
             only_devices,
             leaks: !no_analysis && self.analysis.0.contains(&AnalysisWord::Leaks),

@@ -1,11 +1,12 @@
 """A training loop that leaks, among much that only looks like a leak.
 
 Every step is an mstx range "step start" with the ranges forward, backward and optimizer inside, and ends with
-a mark. Truth: `leak` for each block that stays for good, with the stack on which it was allocated, or on which its
+a mark. Truth: `step` when one begins, `leak` for each block that stays for good, with the stack on which it was allocated, or on which its
 backward pass was called; `keep` and `drop` for those that are let go of.
 """
 
 import collections
+import math
 import os
 import time
 
@@ -69,6 +70,7 @@ def main():
         step += 1
         last = is_last(step)
         begin = time.monotonic()
+        run.tell("step", step=step)
         with run.range("step start"):
             batch, target = torch.randn(64, 256).to("npu"), torch.randn(64, 256).to("npu")
             if len(ring) == RING_BATCHES:
@@ -111,7 +113,7 @@ def main():
             remaining = args.step_ms / 1000 - (time.monotonic() - begin)
             if remaining > 0:
                 time.sleep(remaining)
-            run.mark(f"end of step {step}", step=step, loss=value)
+            run.mark(f"end of step {step}", step=step, loss=value if math.isfinite(value) else None)
         if last:
             break
     run.end()

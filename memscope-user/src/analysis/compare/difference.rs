@@ -14,7 +14,7 @@ use crate::dump::Row;
 use crate::dump::read::NumberedRow;
 use crate::model::{
     AllocationId, Block, Change, Count, DeviceId, EventKind, Ledger, Module, Name, Pool, StepId, StepRule,
-    Tgid,
+    StepsFrom, Tgid,
 };
 use crate::report::units;
 
@@ -211,6 +211,17 @@ impl Profiler {
             groups: FxHashMap::default(),
             blocks: FxHashMap::default(),
         }
+    }
+
+    /// Counts other steps than those that are marked, or inferred and put between the rows.
+    pub fn with_steps_from(self, from: StepsFrom) -> Self {
+        Profiler { ledger: self.ledger.with_steps_from(from), ..self }
+    }
+
+    /// The last step of the process that has most; 0: none has any.
+    pub fn last_step(&self) -> StepId {
+        let last = self.ledger.processes().iter().map(|process| process.steps().current());
+        last.max().unwrap_or_default()
     }
 
     pub fn observe(&mut self, numbered: &NumberedRow) {
