@@ -24,6 +24,9 @@ pub const MARK_LEN: usize = 256;
 /// Bytes of a mark record's domain.
 pub const DOMAIN_LEN: usize = 32;
 
+/// Bytes of a kernel's argument block; longer ones are cut.
+pub const ARGUMENTS_LEN: usize = 256;
+
 /// Integer and pointer arguments kept of a call.
 pub const ARGS: usize = 4;
 
@@ -127,6 +130,10 @@ pub mod kind {
     pub const MAPPED: u16 = 7;
     /// [`StackHead`](super::StackHead) and its frames: a stack that events name from now on.
     pub const STACK: u16 = 8;
+    /// [`Tensor`](super::Tensor).
+    pub const TENSOR: u16 = 9;
+    /// [`Arguments`](super::Arguments).
+    pub const ARGUMENTS: u16 = 10;
 }
 
 /// Completeness flags of a record.
@@ -344,6 +351,31 @@ pub fn mix(hash: u64, word: u64) -> u64 {
     mixed ^ (mixed >> 29)
 }
 
+/// A tensor that is described to an operator library.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tensor {
+    pub header: Header,
+    /// Address of its data.
+    pub address: u64,
+    /// Product of its sizes.
+    pub elements: u64,
+    /// As the library numbers element types.
+    pub element_type: u32,
+    pub rank: u32,
+}
+
+/// The argument block of a kernel launch, from its beginning.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Arguments {
+    pub header: Header,
+    /// Bytes of `words` that were read.
+    pub len: u32,
+    pub reserved: u32,
+    pub words: [u64; ARGUMENTS_LEN / 8],
+}
+
 /// What is kept of a call between its entry and its return. Elements stay when the call is over: writing into one
 /// that is there costs a third of making and deleting it.
 #[repr(C)]
@@ -407,5 +439,6 @@ pub unsafe trait Plain: Copy + 'static {
 wire! {
     Site = 16, Counters = 48, Header = 24, Enter = 56, Return = 88, Name = 176, Mark = 368, Report = 88,
     InFlight = 40, InFlightKey = 16, ApiCall = 32, Interpreter = 72, RawFrame = 24, StackHead = 40,
-    Stack = 40 + 24 * MAX_DEPTH, Thread = 8 + 32 + FRAME_BYTES + 8 + 40 + 24 * MAX_DEPTH,
+    Stack = 40 + 24 * MAX_DEPTH, Thread = 8 + 32 + FRAME_BYTES + 8 + 40 + 24 * MAX_DEPTH, Tensor = 48,
+    Arguments = 288,
 }

@@ -9,6 +9,7 @@ mod regs;
 mod report;
 mod site;
 mod stack;
+mod tensor;
 mod text;
 mod user;
 

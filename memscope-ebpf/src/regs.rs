@@ -19,6 +19,9 @@ mod layout {
     pub const RET: usize = 10;
     /// rsp.
     pub const SP: usize = 19;
+    /// Arguments in registers; the others follow the return address on the stack.
+    pub const REGISTER_ARGS: usize = 6;
+    pub const STACK_ARGS: u64 = 8;
 }
 
 #[cfg(bpf_target_arch = "aarch64")]
@@ -26,6 +29,8 @@ mod layout {
     pub const ARGS: [usize; super::IN_REGISTERS] = [0, 1, 2, 3, 4, 5];
     pub const RET: usize = 0;
     pub const SP: usize = 31;
+    pub const REGISTER_ARGS: usize = 8;
+    pub const STACK_ARGS: u64 = 0;
 }
 
 impl Regs {
@@ -63,6 +68,13 @@ impl Regs {
     #[inline(always)]
     pub fn arg_at(self, n: u8) -> u64 {
         choose(self.args(), n)
+    }
+
+    /// The address of an argument that has no register.
+    #[inline(always)]
+    pub fn stack_arg<const N: usize>(self) -> u64 {
+        const { assert!(N >= layout::REGISTER_ARGS) };
+        self.sp().wrapping_add(layout::STACK_ARGS + 8 * (N - layout::REGISTER_ARGS) as u64)
     }
 
     #[inline(always)]

@@ -15,6 +15,20 @@ pub unsafe fn read_into<T>(to: *mut T, address: u64) -> bool {
     unsafe { bpf_probe_read_user(to.cast(), size_of::<T>() as u32, address as *const _) == 0 }
 }
 
+/// Reads `len` bytes, at most `MOST`.
+///
+/// # Safety
+/// `to` is valid for writes of `MOST` bytes.
+#[inline(always)]
+pub unsafe fn read_bytes<const MOST: usize>(to: *mut u8, address: u64, len: usize) -> bool {
+    // The verifier wants to see the bound where it counts.
+    if len > MOST {
+        return false;
+    }
+    // SAFETY: the caller's promise; the kernel checks `address`.
+    unsafe { bpf_probe_read_user(to.cast(), len as u32, address as *const _) == 0 }
+}
+
 #[inline(always)]
 pub fn read_u64(address: u64) -> Option<u64> {
     let mut word = 0u64;

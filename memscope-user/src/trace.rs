@@ -22,7 +22,7 @@ use tokio::{
 };
 
 use crate::{
-    analysis::Online,
+    analysis::{Online, inefficient},
     attach::{
         AttachError, Attached, Attacher, Mechanism, Scope, StackConfig, Status,
         process::{Proc, Process, ProcessError},
@@ -96,6 +96,7 @@ pub struct Config {
     /// Only these devices are reported and dumped; all, when empty.
     pub only_devices: Vec<u16>,
     pub leaks: bool,
+    pub inefficient: Option<inefficient::Config>,
     /// Where dumps go; `None` writes none.
     pub output: Option<PathBuf>,
     pub formats: Vec<Format>,
@@ -117,6 +118,7 @@ pub struct Config {
 pub struct DumpSelection {
     pub memory: bool,
     pub launches: bool,
+    pub accesses: bool,
 }
 
 /// What the user sees while it runs.
@@ -224,9 +226,13 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
     // SAFETY: the ring buffer keeps its descriptor, and keeps it open, for as long as it lives.
     let mut records = unsafe { AsyncFd::register(records) }.map_err(|e| e.into_parts().1)?;
     let (exits, mut exited) = mpsc::unbounded_channel();
+    let mut online =
+        Online::new(config.steps.clone(), config.leaks).with_steps_from(&config.steps, config.steps_from);
+    if let Some(inefficient) = &config.inefficient {
+        online = online.with_inefficient(inefficient.clone());
+    }
     let mut session = Session {
-        online: Online::new(config.steps.clone(), config.leaks)
-            .with_steps_from(&config.steps, config.steps_from),
+        online,
         config,
         attacher,
         decoder: Decoder::new(clock_offset(), read_text),
@@ -846,6 +852,7 @@ fn write_rows(dump: Option<&Pipeline>, config: &Config, event: &Event, change: &
     let wanted = match &event.kind {
         EventKind::Alloc(_) | EventKind::Free(_) => selection.memory,
         EventKind::Op { .. } | EventKind::Launch { .. } => selection.launches,
+        EventKind::Access(_) => selection.accesses,
         _ => true,
     };
     let step = ledger.process(event.tgid).map(|process| process.steps().current());

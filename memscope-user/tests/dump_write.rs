@@ -396,6 +396,7 @@ fn rows_say_what_the_ledger_knows() {
         event(8, alloc(Pool::PtaWorkspace, None, 0x5000, 64)),
         event(8, access(0x5000)),
         event(8, access(0x5001)),
+        event(8, access(0x5040)),
         event(9, alloc(Pool::Hal, Some(2), 0x6000, 1)),
         event(10, EventKind::DeviceReset { device: DeviceId(2) }),
         event(11, EventKind::Exit),
@@ -424,7 +425,7 @@ fn rows_say_what_the_ledger_knows() {
             "7 FREE PTA_WORKSPACE 8 1 5000 {allocation_id:3,addr:0x0000000000005000,size:64,shadow:true}",
             "8 MALLOC PTA_WORKSPACE 8 1 5000 {allocation_id:3,addr:0x0000000000005000,size:64,owner:PTA_WORKSPACE}",
             "9 ACCESS WRITE 8 1 5000 {allocation_id:3,addr:0x0000000000005000,size:8,type:PTA_WORKSPACE}",
-            "10 ACCESS WRITE 8 1 5001 {addr:0x0000000000005001,size:8}",
+            "10 ACCESS WRITE 8 1 5001 {allocation_id:3,addr:0x0000000000005001,size:8,type:PTA_WORKSPACE}",
             "14 FREE PTA_WORKSPACE 11 1 5000 {allocation_id:3,addr:0x0000000000005000,size:64,shadow:true}",
             "15 SYSTEM EXIT 11 N/A N/A ",
         ]

@@ -18,6 +18,8 @@ fn markdown() -> String {
         (Class::Mark, "Marks and ranges"),
         (Class::Op, "Operators"),
         (Class::Launch, "Kernel launches (`--level kernel`)"),
+        (Class::Access, "Which operator uses which block (`--analysis inefficient`, `decompose`)"),
+        (Class::LaunchAccess, "Which kernel uses which block (the same with `--level kernel`)"),
         (Class::Context, "Devices, process, libraries"),
     ];
     for (class, title) in classes {

@@ -562,6 +562,49 @@ fn launches_are_counted_and_named_at_kernel_level() -> Result<()> {
 }
 
 #[test]
+fn what_copies_and_kernels_use_is_seen() -> Result<()> {
+    if !V9.is_ready() {
+        return Ok(());
+    }
+    // Programs at one function run in an order, whatever the mechanism.
+    what_copies_and_kernels_use_is_seen_through(&["--mechanism", "perf-site"])?;
+    what_copies_and_kernels_use_is_seen_through(&[])
+}
+
+fn what_copies_and_kernels_use_is_seen_through(mechanism: &[&str]) -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let (mut target, _) = held(V9, dir.path(), &["kernel", "300"])?;
+    let pid = target.pid();
+    let process = pid.to_string();
+    let args = ["-p", &process, "--level", "kernel", "--analysis", "inefficient"];
+    let tracer = Tracer::start(&[&args, mechanism].concat())?.attached()?;
+    target.tell("go")?;
+    target.finish()?;
+    let traced = tracer.finish()?;
+    let files = traced.dump(pid)?;
+    let rows: Vec<_> = files.iter().flat_map(|file| &file.rows).collect();
+    let blocks: Vec<&str> = rows
+        .iter()
+        .filter(|row| row["Event"] == "MALLOC" && DumpFile::attr(row, "api_size") == Some("65536"))
+        .map(|row| row["Ptr"].as_str())
+        .collect();
+    let [input, output] = blocks[..] else { anyhow::bail!("{blocks:?}") };
+    let mut used: BTreeMap<(&str, &str, &str, &str), usize> = BTreeMap::new();
+    for row in rows.iter().filter(|row| row["Event"] == "ACCESS") {
+        let size = DumpFile::attr(row, "size").context("no size")?;
+        *used.entry((&row["Name"], &row["Event Type"], &row["Ptr"], size)).or_default() += 1;
+    }
+    let mut wanted = BTreeMap::from([(("aclrtMemcpyAsync", "WRITE", input, "65536"), 3)]);
+    for kernel in ["scale_add_1f2e3d", "fill", "rtKernelLaunchWithHandleV2"] {
+        for block in [input, output] {
+            wanted.insert((kernel, "UNKNOWN", block, "0"), 100);
+        }
+    }
+    assert_eq!(used, wanted);
+    Ok(())
+}
+
+#[test]
 fn a_command_is_traced_from_its_first_instruction_and_its_exit_code_passed_on() -> Result<()> {
     if !V8.is_ready() {
         return Ok(());

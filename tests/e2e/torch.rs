@@ -586,6 +586,70 @@ fn without_marks_steps_are_inferred_where_they_are() -> Result<()> {
     Ok(())
 }
 
+/// What msMemScope finds from within its own workload, found from outside; and in the dump as while tracing.
+#[test]
+fn inefficient_blocks_are_found_as_msmemscope_finds_them() -> Result<()> {
+    for ground in GROUNDS {
+        if !ground.is_ready() {
+            continue;
+        }
+        let run = Run::held(ground, "inefficient.py", &[], &[])?;
+        let pid = run.target.pid();
+        let tracer =
+            Tracer::start(&["-p", &pid.to_string(), "--analysis", "leaks,inefficient"])?.attached()?;
+        run.go()?;
+        let (pid, lines, traced) = run.finish(tracer)?;
+        let report = traced.report()?;
+        assert_eq!(report.lost(), 0);
+        assert_eq!(report.0["inefficient"]["idle"], 3000);
+        let pools = |document: &Value| -> Vec<Value> {
+            let pools = document["inefficient"]["pools"].as_array().into_iter().flatten();
+            pools.filter(|pool| pool["pool"] == "PTA").cloned().collect()
+        };
+        let live = pools(&report.0);
+        let [pta] = &live[..] else { anyhow::bail!("{:#}", report.0["inefficient"]) };
+        let groups = pta["groups"].as_array().context("no groups")?;
+        let mut found: Vec<(u64, String)> = groups
+            .iter()
+            .flat_map(|group| group["examples"].as_array().into_iter().flatten())
+            .map(|finding| {
+                let pattern = finding["pattern"].as_str().unwrap_or_default().to_owned();
+                (finding["ptr"].as_str().map_or(0, memscope_e2e::pointer), pattern)
+            })
+            .collect();
+        found.sort();
+        let mut wanted: Vec<(u64, String)> = lines
+            .iter()
+            .filter(|line| line["event"] == "block" && !line["kind"].is_null())
+            .map(|line| {
+                (line["ptr"].as_u64().unwrap_or(0), line["kind"].as_str().unwrap_or_default().to_owned())
+            })
+            .collect();
+        wanted.sort();
+        assert_eq!(wanted.len(), 5);
+        assert_eq!(found, wanted, "{pta:#}");
+        let saved: Vec<_> = groups.iter().map(|group| group["saved_at_peak"].as_u64()).collect();
+        assert!(saved.is_sorted_by(|a, b| a >= b) && saved[0] >= Some(7 << 20), "{pta:#}");
+        let ops = groups.iter().filter_map(|group| group["op"].as_str());
+        assert!(ops.count() >= 2, "groups name operators: {pta:#}");
+
+        let files = traced.dump(pid)?;
+        let rows = || files.iter().flat_map(|file| &file.rows).filter(|row| row["Event"] == "ACCESS");
+        let writes =
+            rows().filter(|row| row["Event Type"] == "WRITE" && row["Name"].starts_with("aclnnInplaceAdd"));
+        assert!(writes.count() > 3100, "each add_ writes to its tensor");
+        assert!(rows().all(|row| DumpFile::attr(row, "allocation_id").is_some()));
+        let dump = traced.dir.path().to_string_lossy().into_owned();
+        assert_eq!(pools(&Tracer::verb(&["inefficient", &dump])?), live);
+        let drgpum = Tracer::verb(&["inefficient", &dump, "--rules", "drgpum", "--mem-size", "1M"])?;
+        assert!(
+            pools(&drgpum)[0]["groups"].as_array().is_some_and(|groups| !groups.is_empty()),
+            "{drgpum:#}"
+        );
+    }
+    Ok(())
+}
+
 /// Wall clock minus monotonic clock, in ns.
 fn wall_clock_offset() -> i64 {
     let read = |id| {

@@ -181,6 +181,13 @@ pub struct Report {
     pub pools: Vec<PoolReport>,
 }
 
+impl Report {
+    /// Whether anything was found.
+    pub fn any(&self) -> bool {
+        self.pools.iter().any(|pool| !pool.groups.is_empty())
+    }
+}
+
 /// One pool of a process on one device.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct PoolReport {
@@ -342,6 +349,12 @@ impl Analysis for Inefficient {
             (EventKind::Free(free), _) => {
                 self.process(*tgid, *time).free(free.pool, None, free.ptr, *tid, found);
             }
+            (EventKind::Access(access), Change::Used(Some(block))) => {
+                let block = ledger.process(*tgid).and_then(|process| process.block(*block));
+                let id = block.map(|block| block.id);
+                self.process(*tgid, *time).access(access, id, *tid, found);
+            }
+            (EventKind::Access(_), _) => {}
             (_, Change::Reset { blocks, .. }) => {
                 for block in blocks {
                     self.process(*tgid, *time).never_freed(block.pool, Some(block.id), block.ptr, found);

@@ -66,12 +66,14 @@ fn verifier(log: &str) -> String {
 }
 
 /// The programs of the object, by what runs where, in the order in which they are attached: returns first, so that
-/// each call that is counted at its entry is reported at its return.
+/// each call that is counted at its entry is reported at its return. Of two at one function the kernel runs the later one
+/// first: a launch is named before its arguments are told.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Program {
     Leave,
     LeaveStack,
     Value,
+    Arguments,
     Enter,
     Annotate,
     Keep,
@@ -80,6 +82,7 @@ pub enum Program {
     Mark,
     Report,
     ReportStack,
+    Tensor,
     Mapped,
     Exec,
     Empty,
@@ -100,6 +103,8 @@ impl Program {
             Self::Mark => "mark",
             Self::Report => "report",
             Self::ReportStack => "report_stack",
+            Self::Tensor => "tensor",
+            Self::Arguments => "arguments",
             Self::Mapped => "mapped",
             Self::Exec => "exec",
             Self::Empty => "empty",

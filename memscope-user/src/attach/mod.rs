@@ -808,6 +808,8 @@ fn programs_of(probe: &Probe, with_stacks: bool) -> Vec<Program> {
         Shape::Name { .. } => vec![Program::Name],
         Shape::Mark { id: false, .. } => vec![Program::Mark],
         Shape::Mark { id: true, .. } => vec![Program::Mark, Program::Value],
+        Shape::Tensor => vec![Program::Tensor],
+        Shape::Arguments { .. } => vec![Program::Arguments],
         Shape::Notify => vec![Program::Mapped],
     }
 }
@@ -819,7 +821,7 @@ fn site_of(hit: &Found, scope: Scope, wake_shift: u8, python: Option<u8>) -> Sit
     };
     let mut site = Site { tgid, out: NO_ARG, domain: NO_ARG, skip_at: NO_ARG, wake_shift, ..Site::default() };
     match hit.shape {
-        Shape::Enter | Shape::Annotate | Shape::Notify => {}
+        Shape::Enter | Shape::Annotate | Shape::Tensor | Shape::Notify => {}
         Shape::EnterReturn { out, ret, structure } => {
             site.out = out;
             site.ret = ret;
@@ -830,6 +832,10 @@ fn site_of(hit: &Found, scope: Scope, wake_shift: u8, python: Option<u8>) -> Sit
             if let Some(layout) = hit.report_layout {
                 (site.skip_at, site.skip) = (layout.data_type_at(), ReportLayout::BLOCK_FREE);
             }
+        }
+        Shape::Arguments { arg, derefs } => {
+            site.arg = arg;
+            site.derefs = derefs;
         }
         Shape::Name { arg, offset, derefs } => {
             site.arg = arg;

@@ -9,8 +9,8 @@ use super::{
     Verdict,
     list::List,
     offline::{Read, each_row, print_json, shown},
-    trace::FailWord,
     steps::StepArgs,
+    trace::FailWord,
 };
 use crate::{
     analysis::{

@@ -3,6 +3,7 @@
 mod check;
 mod compare;
 mod convert;
+mod inefficient;
 mod leaks;
 mod list;
 mod offline;
@@ -24,6 +25,8 @@ Examples:
   memscope-trace -- python train.py        from the first instruction on; passes the exit code on
   memscope-trace -p 48213 --step-mark '^iteration'
                                            steps are the ranges or marks whose text matches
+  memscope-trace -p 48213 --analysis leaks,inefficient
+                                           and which memory is held without being used
   memscope-trace probes -p 48213           what would be probed where, attaching nothing
   memscope-trace check                     is this host ready?
 
@@ -54,6 +57,8 @@ enum Command {
     Leaks(leaks::LeaksArgs),
     /// Compare two dumps, or two steps
     Compare(compare::CompareArgs),
+    /// Find memory in dumps that is held without being used
+    Inefficient(inefficient::InefficientArgs),
     /// Write a dump in another format
     Convert(convert::ConvertArgs),
     /// Is this host ready? Each line says what to do when it is not
@@ -135,6 +140,7 @@ pub fn main() -> ExitCode {
         Some(Command::Probes(args)) => probes::run(args),
         Some(Command::Leaks(args)) => leaks::run(args),
         Some(Command::Compare(args)) => compare::run(args),
+        Some(Command::Inefficient(args)) => inefficient::run(args),
         Some(Command::Convert(args)) => convert::run(args),
         Some(Command::Check(args)) => check::run(args),
         None => trace::run(cli.trace, cli.logging.quiet),

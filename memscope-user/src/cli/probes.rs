@@ -185,6 +185,8 @@ fn heading(class: Class) -> &'static str {
         Class::Mark => "Marks and ranges",
         Class::Op => "Operators",
         Class::Launch => "Kernel launches (--level kernel)",
+        Class::Access => "Which operator uses which block (--analysis inefficient, decompose)",
+        Class::LaunchAccess => "Which kernel uses which block (the same with --level kernel)",
         Class::Context => "Devices and libraries",
     }
 }

@@ -17,11 +17,13 @@ use memscope_ebpf::MAX_DEPTH;
 
 use super::{
     Verdict,
+    inefficient::RuleArgs,
     list::{Bytes, Device, List, Ordinal, Seconds, words},
     progress::Terminal,
     steps::StepArgs,
 };
 use crate::{
+    analysis::inefficient::Report,
     attach::{Mechanism, StackConfig, process::Proc},
     dump::{Format, StackStyle},
     model::Tgid,
@@ -51,10 +53,11 @@ pub struct TraceArgs {
     /// What to observe besides memory: operators, or each kernel launch as well [op, kernel]
     #[arg(long, value_name = "LEVEL", default_value = "op", help_heading = "What to look at")]
     level: List<Level>,
-    /// What to write to the dump [alloc, free, launch, none]
+    /// What to write to the dump [alloc, free, launch, access, none]; accesses are also written, and looked at, for the
+    /// analyses that need them
     #[arg(long, value_name = "LIST", default_value = "alloc,free,launch", help_heading = "What to look at")]
     events: List<EventWord>,
-    /// What to look for [leaks, none]
+    /// What to look for [leaks, inefficient, none]
     #[arg(long, value_name = "LIST", default_value = "leaks", help_heading = "What to look at")]
     analysis: List<AnalysisWord>,
     /// Stacks of allocations: the lines of the program that led to them, so many frames at most
@@ -69,6 +72,8 @@ pub struct TraceArgs {
     steps: Option<List<Ordinal>>,
     #[command(flatten, next_help_heading = "What to look at")]
     step: StepArgs,
+    #[command(flatten, next_help_heading = "With --analysis inefficient")]
+    rules: RuleArgs,
 
     /// Directory for dumps
     #[arg(short, long, value_name = "DIR", default_value = "memscopeDumpResults", help_heading = "Output")]
@@ -91,7 +96,7 @@ pub struct TraceArgs {
     /// Of stacks, show the line of the user's own code, or all lines [user, all]
     #[arg(long, value_name = "WHICH", default_value = "user", help_heading = "Output")]
     show_frames: FramesWord,
-    /// Exit with code 1 when this is found [leaks]
+    /// Exit with code 1 when this is found [leaks, inefficient]
     #[arg(long, value_name = "LIST", help_heading = "Output")]
     fail_on: Option<List<FailWord>>,
 
@@ -114,10 +119,10 @@ pub struct TraceArgs {
 }
 
 words! { Level: "level" { Op = "op" | "0", Kernel = "kernel" | "1" } }
-words! { EventWord: "kind of event" { Alloc = "alloc", Free = "free", Launch = "launch", None = "none" } }
-words! { AnalysisWord: "analysis" { Leaks = "leaks", None = "none" } }
+words! { EventWord: "kind of event" { Alloc = "alloc", Free = "free", Launch = "launch", Access = "access", None = "none" } }
+words! { AnalysisWord: "analysis" { Leaks = "leaks", Inefficient = "inefficient", None = "none" } }
 words! { FormatWord: "format" { Csv = "csv", Db = "db" } }
-words! { FailWord: "finding" { Leaks = "leaks" } }
+words! { FailWord: "finding" { Leaks = "leaks", Inefficient = "inefficient" } }
 words! { FramesWord: "choice of frames" { User = "user", All = "all" } }
 words! { MechanismWord: "mechanism" { Multi = "multi", PerfCookie = "perf-cookie", PerfSite = "perf-site" } }
 
@@ -186,6 +191,17 @@ impl TraceArgs {
         if self.level.0.contains(&Level::Kernel) {
             classes.insert(Class::Launch);
         }
+        let looks_for = |word| !no_analysis && self.analysis.0.contains(&word);
+        let inefficient = looks_for(AnalysisWord::Inefficient).then(|| self.rules.config()).transpose()?;
+        if inefficient.is_none() && self.rules.given() {
+            anyhow::bail!("--rules, --type, --mem-size and thresholds need --analysis inefficient");
+        }
+        if inefficient.is_some() || has(EventWord::Access) {
+            classes.insert(Class::Access);
+            if classes.contains(&Class::Launch) {
+                classes.insert(Class::LaunchAccess);
+            }
+        }
         let devices = self.device.map(|list| list.0).unwrap_or_default();
         let only_devices = if devices.contains(&Device::All) {
             Vec::new()
@@ -201,10 +217,11 @@ impl TraceArgs {
             steps_from: self.step.source(),
             only_steps: self.steps.map(|list| list.0.iter().map(|s| s.0).collect()).unwrap_or_default(),
             only_devices,
-            leaks: !no_analysis && self.analysis.0.contains(&AnalysisWord::Leaks),
+            leaks: looks_for(AnalysisWord::Leaks),
+            inefficient,
             output: (!self.no_dump).then_some(self.output),
             formats: self.format.0.iter().map(|word| word.format()).collect(),
-            dump: DumpSelection { memory, launches },
+            dump: DumpSelection { memory, launches, accesses: !off },
             dump_stacks: if self.flat_stacks { StackStyle::Flat } else { StackStyle::Lines },
             ring_bytes: u32::try_from(self.ring_size.0)
                 .ok()
@@ -238,10 +255,14 @@ pub(super) fn run(args: TraceArgs, quiet: bool) -> anyhow::Result<Verdict> {
     let all_frames = args.show_frames == FramesWord::All;
     // Before the trace: afterwards it would be too late to say that the file can not be written.
     let report = args.report.as_deref().map(create_report).transpose()?;
-    let fail_on_leaks = args.fail_on.as_ref().is_some_and(|list| list.0.contains(&FailWord::Leaks));
+    let fail_on = |word| args.fail_on.as_ref().is_some_and(|list| list.0.contains(&word));
+    let (fail_on_leaks, fail_on_inefficient) = (fail_on(FailWord::Leaks), fail_on(FailWord::Inefficient));
     let config = args.config()?;
     if fail_on_leaks && !config.leaks {
         anyhow::bail!("--fail-on leaks needs --analysis leaks");
+    }
+    if fail_on_inefficient && config.inefficient.is_none() {
+        anyhow::bail!("--fail-on inefficient needs --analysis inefficient");
     }
     let mut progress = Terminal::new(quiet);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -255,6 +276,9 @@ pub(super) fn run(args: TraceArgs, quiet: bool) -> anyhow::Result<Verdict> {
     Ok(match outcome.status {
         Some(status) if !status.success() => Verdict::Passed(exit_code(status)),
         _ if fail_on_leaks && outcome.document.has_leaks() => Verdict::Findings,
+        _ if fail_on_inefficient && outcome.document.inefficient.as_ref().is_some_and(Report::any) => {
+            Verdict::Findings
+        }
         _ => Verdict::Fine,
     })
 }

@@ -2,17 +2,20 @@
 
 use std::sync::Arc;
 
-use memscope_ebpf::{Enter, Header, Mark, Name as NameRecord, Plain, Report, Return, flags, kind};
+use memscope_ebpf::{
+    Arguments, Enter, Header, Mark, Name as NameRecord, Plain, Report, Return, Tensor, flags, kind,
+};
 use rustc_hash::FxHashMap;
 
 use super::{
     names::Names,
+    operands::{Operands, collective_bytes, tensor_bytes},
     ranges::{Ranges, Through},
 };
 use crate::{
     model::{
-        Alloc, AllocFailed, DeviceId, DevicePtr, DriverAlloc, Event, EventKind, Free, Name, Nanos, PageType,
-        Pool, Stack, Tgid, Tid, Totals,
+        Access, AccessKind, Alloc, AllocFailed, DeviceId, DevicePtr, DriverAlloc, Event, EventKind, Free,
+        Name, Nanos, PageType, Pool, Stack, Tgid, Tid, Totals,
     },
     probes::{
         catalogue::{At, Fact, Probe, Shape},
@@ -77,6 +80,10 @@ struct ProcessState {
     stubs: FxHashMap<u64, Name>,
     echoes: FxHashMap<Name, u32>,
     mstx: FirstCall,
+    /// Found in the record that is being decoded.
+    accesses: Vec<Access>,
+    /// Its operators are given tensors: what kernels are launched with is the same.
+    describes_tensors: bool,
 }
 
 /// The first use of libms_tools_ext.so makes it look for a tool, and then enter the called function a second time.
@@ -121,6 +128,12 @@ struct ThreadState {
     /// The next return of a range's begin is that of a call within the call.
     reentered: bool,
     domain: Option<Name>,
+    /// Of the operator that the thread names next.
+    operands: Operands,
+    /// The operator that it named last: it is one that names them.
+    op: Option<Name>,
+    /// The kernel that it launched last.
+    kernel: Option<Name>,
 }
 
 /// The runtime call above the driver's: its name and bytes asked.
@@ -206,7 +219,7 @@ impl Decoder {
         };
         let process = self.processes.entry(tgid).or_default();
         let result = match header.kind {
-            kind::ENTER => Enter::read(bytes).map(|call| process.enter(site.probe, &call)),
+            kind::ENTER => Enter::read(bytes).map(|call| process.enter(site.probe, &call, &mut self.names)),
             kind::RETURN => {
                 let probe = site.probe;
                 Return::read(bytes).map(|call| {
@@ -223,6 +236,17 @@ impl Decoder {
                 let text = text(&mark.text, mark.len, mark.header.flags, tgid, mark.address, self.read_text);
                 process.mark(site.probe, &mark, &text, &mut self.names)
             }),
+            kind::TENSOR => Tensor::read(bytes).map(|tensor| {
+                let bytes = tensor_bytes(tensor.element_type, tensor.elements);
+                let thread = process.threads.entry(event.tid).or_default();
+                thread.operands.describe(tensor.address, bytes);
+                process.describes_tensors = true;
+                None
+            }),
+            kind::ARGUMENTS => Arguments::read(bytes).map(|arguments| {
+                process.launched_with(site.probe, &arguments, &mut self.names);
+                None
+            }),
             kind::REPORT => match Report::read(bytes) {
                 Some(report) => match process.report(site, &report, self.stacks.get(tgid, report.stack)) {
                     Ok(kind) => Some(kind),
@@ -233,9 +257,14 @@ impl Decoder {
             _ => None,
         };
         match result {
-            Some(Some(kind)) => emit(Event { kind, ..event }),
+            Some(Some(kind)) => emit(Event { kind, ..event.clone() }),
             Some(None) => {}
             None => self.malformed += 1,
+        }
+        if let Some(process) = self.processes.get_mut(&tgid) {
+            for access in process.accesses.drain(..) {
+                emit(Event { kind: EventKind::Access(access), ..event.clone() });
+            }
         }
         None
     }
@@ -283,7 +312,7 @@ impl ProcessState {
         }
     }
 
-    fn enter(&mut self, probe: &'static Probe, call: &Enter) -> Option<EventKind> {
+    fn enter(&mut self, probe: &'static Probe, call: &Enter, names: &mut Names) -> Option<EventKind> {
         let args = &call.args;
         let tid = Tid(call.header.tid);
         Some(match probe.observes {
@@ -308,9 +337,59 @@ impl ProcessState {
             Fact::AclInit => EventKind::AclInit,
             Fact::AclFinalize => EventKind::AclFinalize,
             Fact::RangeEnd => self.end_range(probe, tid, args[if is_domain(probe) { 1 } else { 0 }], None)?,
-            Fact::Launch => EventKind::Launch { name: self.stubs.get(&args[0]).cloned(), stream: 0 },
-            _ => return None,
+            Fact::Launch => {
+                let name = self.stubs.get(&args[0]).cloned();
+                self.threads.entry(tid).or_default().kernel = name.clone();
+                EventKind::Launch { name, stream: 0 }
+            }
+            _ => {
+                self.used(probe, call, names);
+                return None;
+            }
         })
+    }
+
+    /// A call that says by its arguments what it reads and writes.
+    fn used(&mut self, probe: &'static Probe, call: &Enter, names: &mut Names) {
+        use AccessKind::{Read, Unknown, Write};
+        let [a, b, c, d, ..] = call.args;
+        let thread = self.threads.entry(Tid(call.header.tid)).or_default();
+        let collective = |count, element_type: u64| collective_bytes(element_type as u32, count);
+        let mut op = || names.get(probe.site.as_bytes());
+        let used: &[(u64, u64, AccessKind)] = match probe.observes {
+            Fact::TensorAddress => return thread.operands.tell(a),
+            Fact::OperandBuffer => match &thread.op {
+                Some(op) => {
+                    let access = access(a, b, Unknown, op.clone());
+                    self.accesses.extend(access);
+                    return;
+                }
+                None => return,
+            },
+            Fact::Copy => &[(c, d, Read), (a, d, Write)],
+            Fact::Fill => &[(a, d, Write)],
+            Fact::Collective => &[(a, collective(c, d), Read), (b, collective(c, d), Write)],
+            Fact::CollectiveSend => &[(a, collective(b, c), Read)],
+            Fact::CollectiveReceive => &[(a, collective(b, c), Write)],
+            Fact::CollectiveInPlace => &[(a, collective(b, c), Unknown)],
+            _ => return,
+        };
+        self.accesses.extend(used.iter().filter_map(|(ptr, size, kind)| access(*ptr, *size, *kind, op())));
+    }
+
+    /// Words that are no addresses of blocks will be found to be none.
+    fn launched_with(&mut self, probe: &'static Probe, arguments: &Arguments, names: &mut Names) {
+        /// No device hands out addresses below, and most numbers are.
+        const LEAST: u64 = 1 << 20;
+        if self.describes_tensors {
+            return;
+        }
+        let thread = self.threads.get(&Tid(arguments.header.tid));
+        let kernel = thread.and_then(|thread| thread.kernel.clone());
+        let op = kernel.unwrap_or_else(|| names.get(probe.site.trim_end_matches(" (arguments)").as_bytes()));
+        let words = arguments.words.iter().take(arguments.len as usize / 8).filter(|word| **word >= LEAST);
+        let used = words.filter_map(|word| access(*word, 0, AccessKind::Unknown, op.clone()));
+        self.accesses.extend(used);
     }
 
     fn leave(
@@ -430,7 +509,20 @@ impl ProcessState {
         names: &mut Names,
     ) -> Option<EventKind> {
         match probe.observes {
-            Fact::Op => (!text.is_empty()).then(|| EventKind::Op { name: names.get(text) }),
+            Fact::Op => {
+                let name = (!text.is_empty()).then(|| names.get(text))?;
+                let thread = self.threads.entry(Tid(record.header.tid)).or_default();
+                thread.operands.take(&name, &mut self.accesses);
+                thread.op = Some(name.clone());
+                Some(EventKind::Op { name })
+            }
+            Fact::OperandsOf => {
+                let thread = self.threads.entry(Tid(record.header.tid)).or_default();
+                if thread.op.is_none() && !text.is_empty() {
+                    thread.operands.take(&names.get(text), &mut self.accesses);
+                }
+                None
+            }
             // Of `rtFunctionRegister`: which name the stub in argument 1 has.
             Fact::Launch if probe.site == "rtFunctionRegister" => {
                 if self.stubs.len() < MOST && !text.is_empty() {
@@ -441,7 +533,9 @@ impl ProcessState {
             Fact::Launch => {
                 // Read from inside an object of the runtime, whose layout is not ours to know for sure.
                 let plausible = !text.is_empty() && text.iter().all(|b| b.is_ascii_graphic());
-                Some(EventKind::Launch { name: plausible.then(|| names.get(text)), stream: record.args[2] })
+                let name = plausible.then(|| names.get(text));
+                self.threads.entry(Tid(record.header.tid)).or_default().kernel = name.clone();
+                Some(EventKind::Launch { name, stream: record.args[2] })
             }
             _ => None,
         }
@@ -587,6 +681,10 @@ fn driver_alloc(
         driver: Some(driver),
         stack,
     }))
+}
+
+fn access(ptr: u64, size: u64, kind: AccessKind, op: Name) -> Option<Access> {
+    (ptr != 0).then_some(Access { pool: None, ptr: DevicePtr(ptr), size, kind, op: Some(op) })
 }
 
 fn free(pool: Pool, ptr: u64) -> Option<EventKind> {

@@ -2,4 +2,5 @@
 
 pub mod decode;
 mod names;
+mod operands;
 mod ranges;

@@ -171,6 +171,16 @@ pub fn rows_of(event: &Event, change: &Change, ledger: &Ledger, mut put: impl Fn
             row.allocation_id = Some(block.id);
             row.size = Some(block.size);
         }
+        Change::Used(block) => {
+            let block = block.and_then(|block| process.and_then(|process| process.block(block)));
+            // Not on any device, or from before attach.
+            let Some(block) = block else { return };
+            row.device = block.device;
+            row.allocation_id = Some(block.id);
+            if let Fact::Event(EventKind::Access(access)) = &mut row.fact {
+                access.pool = Some(block.pool);
+            }
+        }
         // Neither its size nor its device is known unless the event says them.
         Change::UnknownFree { .. } => {}
         Change::Failed { device } => row.device = *device,
@@ -182,20 +192,6 @@ pub fn rows_of(event: &Event, change: &Change, ledger: &Ledger, mut put: impl Fn
                 EventKind::AclInit | EventKind::AclFinalize => None,
                 _ => process.current_device(event.tid),
             });
-        }
-    }
-    if let Fact::Event(EventKind::Access(access)) = &mut row.fact {
-        let pools = access.pool.as_slice();
-        let pools = if pools.is_empty() { &Pool::ALL } else { pools };
-        // Blocks of pools before the segments of the driver in which they lie.
-        let found = |process: &Process| {
-            let mut blocks = pools.iter().rev().filter_map(|pool| process.find(*pool, access.ptr));
-            blocks.next().map(|block| (block.id, block.pool, block.device))
-        };
-        if let Some((id, pool, device)) = process.and_then(found) {
-            row.allocation_id = Some(id);
-            row.device = device;
-            access.pool = Some(pool);
         }
     }
     put(row);

@@ -1,6 +1,6 @@
 //! Blocks, and the store of those that are alive.
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 use rustc_hash::FxHashMap;
 
@@ -62,6 +62,8 @@ pub(super) struct Blocks {
     slots: Vec<Option<Block>>,
     vacant: Vec<u32>,
     by_ptr: [FxHashMap<DevicePtr, u32>; Pool::ALL.len()],
+    /// In order of address: kept as soon as it is asked in which block an address lies.
+    ordered: Option<Box<[BTreeMap<DevicePtr, u32>; Pool::ALL.len()]>>,
 }
 
 impl Blocks {
@@ -83,12 +85,38 @@ impl Blocks {
             }
         };
         let old = self.by_ptr[pool as usize].insert(ptr, slot).and_then(|old| self.vacate(old));
+        if let Some(ordered) = &mut self.ordered {
+            ordered[pool as usize].insert(ptr, slot);
+        }
         (BlockRef(slot), old)
     }
 
     pub fn remove(&mut self, pool: Pool, ptr: DevicePtr) -> Option<Block> {
         let slot = self.by_ptr[pool as usize].remove(&ptr)?;
+        if let Some(ordered) = &mut self.ordered {
+            ordered[pool as usize].remove(&ptr);
+        }
         self.vacate(slot)
+    }
+
+    /// The block in which an address lies. Pools nest: what the driver gave is looked at after what was cut out of it.
+    pub fn containing(&mut self, pool: Option<Pool>, ptr: DevicePtr) -> Option<BlockRef> {
+        let by_ptr = &self.by_ptr;
+        let ordered = self.ordered.get_or_insert_with(|| {
+            let ordered = |at: usize| by_ptr[at].iter().map(|(ptr, slot)| (*ptr, *slot)).collect();
+            Box::new(std::array::from_fn(ordered))
+        });
+        let within = |pool: &Pool| {
+            let (_, slot) = ordered[*pool as usize].range(..=ptr).next_back()?;
+            let block = self.slots.get(*slot as usize)?.as_ref()?;
+            // The handle of physical memory is no address.
+            let is_address = block.driver.is_none_or(|driver| !driver.create);
+            (is_address && ptr.0 - block.ptr.0 < block.size.max(1)).then_some(BlockRef(*slot))
+        };
+        match &pool {
+            Some(pool) => within(pool),
+            None => Pool::ALL.iter().rev().find_map(within),
+        }
     }
 
     pub fn find(&self, pool: Pool, ptr: DevicePtr) -> Option<BlockRef> {
@@ -117,6 +145,9 @@ impl Blocks {
         for (index, slot) in self.slots.iter_mut().enumerate() {
             if let Some(block) = slot.take_if(|block| which(block)) {
                 self.by_ptr[block.pool as usize].remove(&block.ptr);
+                if let Some(ordered) = &mut self.ordered {
+                    ordered[block.pool as usize].remove(&block.ptr);
+                }
                 self.vacant.push(index as u32);
                 taken.push(block);
             }

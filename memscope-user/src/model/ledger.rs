@@ -35,6 +35,8 @@ pub enum Change {
     /// The pool reported a block again that it had reported before (a workspace: on reserving, on use).
     Reported(BlockRef),
     Freed(Block),
+    /// The block that was used, where it is known.
+    Used(Option<BlockRef>),
     /// A block that was allocated before attach, or whose allocation was lost.
     UnknownFree {
         pool: Pool,
@@ -383,7 +385,7 @@ impl Process {
                 Boundary { ended: None, began: None } => Change::Nothing,
                 Boundary { ended, began } => Change::Step { ended, began },
             },
-            EventKind::Access(_) => Change::Nothing,
+            EventKind::Access(access) => Change::Used(self.blocks.containing(access.pool, access.ptr)),
             EventKind::StepsRetracted => {
                 self.steps = Steps::default();
                 self.blocks.iter_mut().for_each(|block| block.step = StepId(0));

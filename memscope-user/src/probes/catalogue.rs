@@ -96,6 +96,26 @@ pub enum Fact {
     DomainCreate,
     Op,
     Launch,
+    /// A tensor is described, to be given to the operator that is named next by the thread.
+    Tensor,
+    /// `(void *address)` of a tensor, in place of its description.
+    TensorAddress,
+    /// `(void *data, size_t size)`, for the operator that the thread has named.
+    OperandBuffer,
+    /// The name of the operator that took the tensors, on threads that name none otherwise.
+    OperandsOf,
+    /// Addresses that a kernel is launched with.
+    LaunchArguments,
+    /// `(void *dst, size_t max, const void *src, size_t size, i32 kind, …)`.
+    Copy,
+    /// `(void *ptr, size_t max, i32 value, size_t size, …)`.
+    Fill,
+    /// `(const void *send, void *receive, u64 count, i32 type, …)`.
+    Collective,
+    /// `(void *buffer, u64 count, i32 type, …)`: sent, received, or both.
+    CollectiveSend,
+    CollectiveReceive,
+    CollectiveInPlace,
     /// `(i32 device)`.
     SetDevice,
     /// `(u32 device, …)`: as the driver numbers it.
@@ -143,6 +163,11 @@ pub enum Shape {
     Name { arg: u8, offset: u16, derefs: u8 },
     /// Entry: text of a mark or range (where `arg` is one), and its domain. With `id`, its return value names it.
     Mark { arg: u8, domain: u8, id: bool },
+    /// Entry: address and size of a tensor, by arguments (sizes, rank, type, …, address as argument 8).
+    Tensor,
+    /// Entry: the words that argument `arg` points to, as many bytes as the next argument says; with `derefs` 1, `arg`
+    /// is an `rtArgsEx_t` that holds both.
+    Arguments { arg: u8, derefs: u8 },
     /// Entry: only that it happened, at once.
     Notify,
 }
@@ -159,6 +184,10 @@ pub enum Class {
     Op,
     /// Kernel launches (`--level kernel`).
     Launch,
+    /// Which operator uses which block: attached when an analysis wants to know.
+    Access,
+    /// The same of kernels (with `--level kernel`).
+    LaunchAccess,
     /// Which device a thread uses, what becomes of the process.
     Context,
 }
@@ -187,6 +216,7 @@ const MSTX: &[&str] = &["libms_tools_ext.so"];
 const TORCH: &[&str] = &["libtorch_npu.so"];
 const NNOPBASE: &[&str] = &["libnnopbase.so"];
 const ATB: &[&str] = &["libatb.so"];
+const HCCL: &[&str] = &["libhccl.so"];
 const MINDSPORE: &[&str] = &["libmindspore_memory_pool.so"];
 /// Expected nowhere in particular: lacking it means nothing.
 const ANY: &[&str] = &[];
@@ -211,6 +241,7 @@ const RUN_OP_API_V3_OLD_ABI: &str =
     "_ZN6at_npu6native9OpCommand10RunOpApiV3ERKSsRKSt8functionIFivEEbPN7c10_npu9NPUStreamE";
 const RUN_OP_API: &str = "_ZN6at_npu6native9OpCommand8RunOpApiERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEESt8functionIFivEEb";
 const RUN_OP_API_OLD_ABI: &str = "_ZN6at_npu6native9OpCommand8RunOpApiERKSsSt8functionIFivEEb";
+/// Where these are, operators are named by the thread that prepared their tensors.
 const RUN_OP_API_V2S: &[&str] = &["OpCommand::RunOpApiV2", "OpCommand::RunOpApiV2 (old string ABI)"];
 const OP_NAME: &str =
     "_ZN6at_npu6native9OpCommand4NameERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE";
@@ -326,6 +357,47 @@ pub static CATALOGUE: &[Probe] = rows! {
         "rtAicpuKernelLaunchExWithArgs", Symbol("rtAicpuKernelLaunchExWithArgs"), ANY, Launch, text(1), ALWAYS, "";
         "rtFftsPlusTaskLaunchWithFlag", Symbol("rtFftsPlusTaskLaunchWithFlag"), ANY, Launch, Shape::Enter, ALWAYS, "";
         "rtFunctionRegister", Symbol("rtFunctionRegister"), ANY, Launch, text(2), ALWAYS, "";
+    }
+    Access: {
+        // On the thread that enqueues, before the operator's name.
+        "aclCreateTensor", Symbol("aclCreateTensor"), NNOPBASE, Tensor, Shape::Tensor, ALWAYS, "";
+        // In place of that when the operator is known from before.
+        "AddTensorAddrToCachedList", Symbol("AddTensorAddrToCachedList"), ANY, TensorAddress, Shape::Enter, ALWAYS, "";
+        "aclCreateDataBuffer", Symbol("aclCreateDataBuffer"), ANY, OperandBuffer, Shape::Enter, ALWAYS, "";
+        // With TASK_QUEUE_ENABLE=2 the tensors are described by another thread than the one that names the operator.
+        "InitL2Phase2Context (operands)", Symbol("_Z19InitL2Phase2ContextPKcP13aclOpExecutor"), ANY, OperandsOf, text(0), ALWAYS, "";
+        "NnopbaseReportApiInfo", Symbol("NnopbaseReportApiInfo"), ANY, OperandsOf,
+            Shape::Name { arg: 1, offset: 8, derefs: 1 }, ALWAYS, "";
+        "aclrtMemcpy", Symbol("aclrtMemcpy"), ACL, Copy, Shape::Enter, ALWAYS, "";
+        "aclrtMemcpyAsync", Symbol("aclrtMemcpyAsync"), ACL, Copy, Shape::Enter, ALWAYS, "";
+        "aclrtMemcpyAsyncWithCondition", Symbol("aclrtMemcpyAsyncWithCondition"), ANY, Copy, Shape::Enter, ALWAYS, "CANN 8.3";
+        "aclrtMemset", Symbol("aclrtMemset"), ACL, Fill, Shape::Enter, ALWAYS, "";
+        "aclrtMemsetAsync", Symbol("aclrtMemsetAsync"), ACL, Fill, Shape::Enter, ALWAYS, "";
+        "HcclAllReduce", Symbol("HcclAllReduce"), HCCL, Collective, Shape::Enter, ALWAYS, "";
+        "HcclAllGather", Symbol("HcclAllGather"), HCCL, Collective, Shape::Enter, ALWAYS, "";
+        "HcclReduceScatter", Symbol("HcclReduceScatter"), HCCL, Collective, Shape::Enter, ALWAYS, "";
+        "HcclReduce", Symbol("HcclReduce"), ANY, Collective, Shape::Enter, ALWAYS, "";
+        "HcclBroadcast", Symbol("HcclBroadcast"), HCCL, CollectiveInPlace, Shape::Enter, ALWAYS, "";
+        "HcclSend", Symbol("HcclSend"), ANY, CollectiveSend, Shape::Enter, ALWAYS, "";
+        "HcclRecv", Symbol("HcclRecv"), ANY, CollectiveReceive, Shape::Enter, ALWAYS, "";
+    }
+    LaunchAccess: {
+        "aclrtLaunchKernelWithHostArgs (arguments)", Symbol("aclrtLaunchKernelWithHostArgs"), ANY, LaunchArguments,
+            Shape::Arguments { arg: 4, derefs: 0 }, ALWAYS, "CANN 8.5";
+        "aclrtLaunchKernel (arguments)", Symbol("aclrtLaunchKernel"), ANY, LaunchArguments,
+            Shape::Arguments { arg: 2, derefs: 0 }, ALWAYS, "";
+        "aclrtLaunchKernelV2 (arguments)", Symbol("aclrtLaunchKernelV2"), ANY, LaunchArguments,
+            Shape::Arguments { arg: 2, derefs: 0 }, ALWAYS, "";
+        "rtKernelLaunch (arguments)", Symbol("rtKernelLaunch"), ANY, LaunchArguments,
+            Shape::Arguments { arg: 2, derefs: 0 }, ALWAYS, "";
+        "rtKernelLaunchWithFlag (arguments)", Symbol("rtKernelLaunchWithFlag"), ANY, LaunchArguments,
+            Shape::Arguments { arg: 2, derefs: 1 }, ALWAYS, "";
+        "rtKernelLaunchWithFlagV2 (arguments)", Symbol("rtKernelLaunchWithFlagV2"), ANY, LaunchArguments,
+            Shape::Arguments { arg: 2, derefs: 1 }, ALWAYS, "";
+        "rtKernelLaunchWithHandle (arguments)", Symbol("rtKernelLaunchWithHandle"), ANY, LaunchArguments,
+            Shape::Arguments { arg: 3, derefs: 1 }, ALWAYS, "";
+        "rtKernelLaunchWithHandleV2 (arguments)", Symbol("rtKernelLaunchWithHandleV2"), ANY, LaunchArguments,
+            Shape::Arguments { arg: 3, derefs: 1 }, ALWAYS, "";
     }
     Context: {
         "aclInit", Symbol("aclInit"), &["libascendcl.so"], AclInit, Shape::Enter, ALWAYS, "";

@@ -26,9 +26,12 @@ def options(description):
 
 
 class Workload:
-    """One run. torch is imported here, so that `--help` does not wait for it."""
+    """One run. torch is imported here, so that `--help` does not wait for it.
 
-    def __init__(self, args):
+    `warm`: runs an operator before it says that it is ready, so that CANN's operator libraries are there by then.
+    """
+
+    def __init__(self, args, warm=False):
         import torch
         import torch_npu
 
@@ -36,6 +39,8 @@ class Workload:
         self.out = open(args.truth, "w", buffering=1) if args.truth else sys.stdout
         torch.manual_seed(0)
         self.npu.set_device(args.device)
+        if warm:
+            torch.ones(1, device="npu").add_(1)
         self.tell("ready", pid=os.getpid())
         while args.wait_file and not os.path.exists(args.wait_file):
             time.sleep(0.005)
