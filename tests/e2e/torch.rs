@@ -419,6 +419,16 @@ fn an_out_of_memory_of_the_pool_is_reported() -> Result<()> {
         let largest = oom["largest"].as_array().context("no largest blocks")?;
         assert_eq!(largest.len(), 10);
         assert!(largest.iter().all(|b| b["size"].as_u64() >= Some(60 << 20)));
+        assert_eq!(oom["latest"].as_array().map(Vec::len), Some(10));
+        // What is reserved and not allocated is free in the segments, to the byte.
+        let free = &oom["free"][0];
+        let slack = pta["reserved"].as_u64().zip(pta["allocated"].as_u64()).map(|(r, a)| r - a);
+        assert_eq!((&free["pool"], free["free_bytes"].as_u64()), (&"PTA".into(), slack), "{free}");
+        assert!(free["largest_free"].as_u64() < Some(60 << 20), "{free}");
+        let dump = traced.dir.path().to_string_lossy().into_owned();
+        let offline = Report(Tracer::verb(&["oom", &dump])?);
+        let offline = &offline.device(pid, 0)?["oom"];
+        assert_eq!(offline, &device["oom"]);
     }
     Ok(())
 }

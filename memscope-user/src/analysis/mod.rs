@@ -55,6 +55,11 @@ impl Online {
         Online { inference, ledger, ..self }
     }
 
+    /// Lists so many of the largest and of the latest blocks with each out-of-memory.
+    pub fn with_oom_blocks(self, blocks: usize) -> Self {
+        Online { oom: OutOfMemory::listing(blocks), ..self }
+    }
+
     pub fn with_inefficient(self, config: inefficient::Config) -> Self {
         Online { inefficient: Some(Inefficient::new(config)), ..self }
     }

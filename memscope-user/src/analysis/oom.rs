@@ -12,8 +12,8 @@ use std::sync::Arc;
 use rustc_hash::FxHashMap;
 
 use crate::model::{
-    AllocFailed, Block, Change, Count, DeviceId, Event, EventKind, Ledger, Nanos, Pool, PoolUse, Process,
-    Stack, StepId, Tgid, Tid,
+    AllocFailed, Block, Change, Count, DeviceId, Event, EventKind, FreeSpace, Ledger, Nanos, Pool, PoolUse,
+    Process, Stack, StepId, Tgid, Tid,
 };
 
 use super::Analysis;
@@ -21,8 +21,8 @@ use super::Analysis;
 /// Out-of-memories that are kept, per process: the first ones. The others are counted.
 const KEPT: usize = 100;
 
-/// Live blocks listed with each.
-const LARGEST: usize = 10;
+/// Live blocks listed with each, of the largest and of the latest, unless it is said otherwise.
+pub const LISTED: usize = 10;
 
 /// One out-of-memory.
 #[derive(Debug, Clone, PartialEq)]
@@ -50,6 +50,10 @@ pub struct Oom {
     pub pools: Vec<(Pool, PoolUse)>,
     /// Largest blocks at the last attempt, largest first. Segments are left out: their blocks are there.
     pub largest: Vec<Block>,
+    /// The blocks allocated last, latest first.
+    pub latest: Vec<Block>,
+    /// What was free within the segments of pools.
+    pub free: Vec<(Pool, FreeSpace)>,
 }
 
 impl Oom {
@@ -59,12 +63,19 @@ impl Oom {
     }
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct OutOfMemory {
+    listed: usize,
     /// By position in [`Ledger::processes`].
     processes: Vec<Failures>,
     /// The process's failure that a thread may still be trying to overcome.
     open: FxHashMap<(Tgid, Tid), Open>,
+}
+
+impl Default for OutOfMemory {
+    fn default() -> Self {
+        OutOfMemory::listing(LISTED)
+    }
 }
 
 #[derive(Debug, Default)]
@@ -118,6 +129,11 @@ fn caches(tgid: Tgid, ledger: &Ledger) -> bool {
 }
 
 impl OutOfMemory {
+    /// With so many of the largest and of the latest blocks.
+    pub fn listing(blocks: usize) -> Self {
+        OutOfMemory { listed: blocks, processes: Vec::new(), open: FxHashMap::default() }
+    }
+
     /// Of the process at this position of [`Ledger::processes`], in order of time.
     pub fn of(&self, position: usize) -> &[Oom] {
         self.processes.get(position).map_or(&[], |failures| &failures.kept)
@@ -138,6 +154,7 @@ impl OutOfMemory {
         if self.processes.len() <= position {
             self.processes.resize_with(position + 1, Failures::default);
         }
+        let listed = self.listed;
         let failures = &mut self.processes[position];
 
         let at = match again {
@@ -167,7 +184,9 @@ impl OutOfMemory {
             attempts: before.map_or(0, |oom| oom.attempts) + 1,
             recovered: false,
             pools: pools(process, device),
-            largest: largest(process, device),
+            largest: first(listed, process, device, |block| (Reverse(block.size), block.id)),
+            latest: first(listed, process, device, |block| Reverse(block.id)),
+            free: free(process, device),
         };
         match failures.kept.get_mut(at) {
             Some(kept) => *kept = oom,
@@ -189,16 +208,26 @@ fn pools(process: &Process, device: Option<DeviceId>) -> Vec<(Pool, PoolUse)> {
         .collect()
 }
 
-fn largest(process: &Process, device: Option<DeviceId>) -> Vec<Block> {
+/// The first blocks in an order. Segments are left out: their blocks are there.
+fn first<K: Ord>(
+    most: usize,
+    process: &Process,
+    device: Option<DeviceId>,
+    order: impl Fn(&Block) -> K,
+) -> Vec<Block> {
     let mut blocks: Vec<&Block> =
         process.blocks().filter(|block| block.device == device && block.segment_of.is_none()).collect();
-    let order = |block: &&Block| (Reverse(block.size), block.id);
-    if blocks.len() > LARGEST {
-        blocks.select_nth_unstable_by_key(LARGEST, order);
-        blocks.truncate(LARGEST);
+    if blocks.len() > most {
+        blocks.select_nth_unstable_by_key(most, |block| order(block));
+        blocks.truncate(most);
     }
-    blocks.sort_unstable_by_key(order);
+    blocks.sort_unstable_by_key(|block| order(block));
     blocks.into_iter().cloned().collect()
+}
+
+fn free(process: &Process, device: Option<DeviceId>) -> Vec<(Pool, FreeSpace)> {
+    let pools = Pool::ALL.into_iter().filter(|pool| !is_driver(*pool));
+    pools.filter_map(|pool| Some((pool, process.free_space(pool, device)?))).collect()
 }
 
 #[cfg(test)]
@@ -206,7 +235,7 @@ mod tests {
     use super::*;
     use crate::analysis::Online;
     use crate::model::testing::{MAIN, MIB, Script};
-    use crate::model::{Module, StepRule};
+    use crate::model::{Alloc, DevicePtr, DriverAlloc, Module, PageType, StepRule};
 
     const WORKER: Tid = Tid(101);
 
@@ -260,6 +289,49 @@ mod tests {
         let mut expected = vec![(Pool::Pta, 5 * MIB), (Pool::Hal, 3 * MIB), (Pool::Pta, MIB)];
         expected.extend((6..=12).rev().map(|block| (Pool::Pta, block * 1024)));
         assert_eq!(largest, expected);
+    }
+
+    #[test]
+    fn what_is_free_is_told_with_the_largest_piece() {
+        let mut script = Script::new();
+        script.alloc_in(Pool::Pta, 0, 0x10, MIB, Some((MIB, MIB)));
+        script.hal(0x4000_0000, 64 * MIB, Module::APP);
+        script.alloc_in(Pool::Pta, 0, 0x4000_0000, 20 * MIB, Some((21 * MIB, 65 * MIB)));
+        script.alloc_in(Pool::Pta, 0, 0x4000_0000 + 40 * MIB, 4 * MIB, Some((25 * MIB, 65 * MIB)));
+        script.fail(MAIN, 32 * MIB, 30 * MIB);
+        let online = fed(&script);
+        let [oom] = online.oom.of(0) else { panic!("{:?}", online.oom) };
+        let space = FreeSpace {
+            segments: 1,
+            segment_bytes: 64 * MIB,
+            free_bytes: 40 * MIB,
+            largest_free: 20 * MIB,
+            pieces: 2,
+        };
+        assert_eq!(oom.free, [(Pool::Pta, space)]);
+        let latest: Vec<u64> = oom.latest.iter().map(|block| block.size / MIB).collect();
+        assert_eq!(latest, [4, 20, 1], "latest first, without segments");
+    }
+
+    /// Physical memory, mapped in pieces at addresses that follow on one another.
+    #[test]
+    fn mapped_pieces_are_one_segment() {
+        let mut script = Script::new();
+        script.alloc_in(Pool::Pta, 0, 0x10, 512, Some((512, MIB)));
+        for piece in 0..2 {
+            let (handle, size) = (DevicePtr(0x77 + piece), 2 * MIB);
+            let (module, page) = (Module::APP.0, PageType::Huge);
+            let driver = Some(DriverAlloc { module, page, create: true, api: None });
+            let (pool, device) = (Pool::Hal, Some(DeviceId(0)));
+            let created = Alloc { pool, device, ptr: handle, size, totals: None, driver, stack: None };
+            script.push(MAIN, EventKind::Alloc(created));
+            script.push(MAIN, EventKind::Map { ptr: DevicePtr(0x8000_0000 + piece * size), size, handle });
+        }
+        script.alloc_in(Pool::Pta, 0, 0x8000_0000, MIB, Some((MIB + 512, 5 * MIB)));
+        script.fail(MAIN, 8 * MIB, 8 * MIB);
+        let online = fed(&script);
+        let [(Pool::Pta, space)] = online.oom.of(0)[0].free[..] else { panic!("{:?}", online.oom) };
+        assert_eq!((space.segments, space.free_bytes, space.largest_free), (1, 3 * MIB, 3 * MIB));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::{
     Verdict,
     list::List,
-    offline::{Read, each_row, print_json, shown},
+    offline::{Read, document, each_row, print_json},
     steps::StepArgs,
     trace::FailWord,
 };
@@ -18,10 +18,7 @@ use crate::{
         offline_leaks::{Config, OfflineLeaks, Report},
     },
     model::Pool,
-    report::{
-        document::{Document, Dump, Events, Trace},
-        terminal,
-    },
+    report::terminal,
 };
 
 #[derive(Debug, Args)]
@@ -66,20 +63,7 @@ pub(super) fn run(args: LeaksArgs) -> anyhow::Result<Verdict> {
 fn over_steps(args: &LeaksArgs) -> anyhow::Result<bool> {
     let rule = args.step.rule();
     let mut online = Online::new(rule.clone(), true).with_steps_from(&rule, args.step.source());
-    let read = each_row(&args.dumps, |numbered| {
-        if let Some(event) = numbered.row.event() {
-            online.feed(event, |_, _, _| {});
-        }
-    })?;
-    online.finish(|_, _, _| {});
-    let paths: Vec<_> = args.dumps.iter().map(|path| shown(path)).collect();
-    let reason = (read.unread > 0).then(|| format!("{} rows could not be read", read.unread));
-    let trace = Trace {
-        events: Events { received: read.rows, lost: 0 },
-        dump: Some(Dump { path: paths.join(", "), complete: read.unread == 0, reason }),
-        ..Trace::default()
-    };
-    let document = Document::new(trace, &online);
+    let document = document(&args.dumps, &mut online)?;
     if args.json {
         print_json(&document)?;
     } else {

@@ -7,6 +7,7 @@ mod inefficient;
 mod leaks;
 mod list;
 mod offline;
+mod oom;
 mod probes;
 mod progress;
 mod steps;
@@ -59,6 +60,8 @@ enum Command {
     Compare(compare::CompareArgs),
     /// Find memory in dumps that is held without being used
     Inefficient(inefficient::InefficientArgs),
+    /// What was asked, free and held when an allocation failed
+    Oom(oom::OomArgs),
     /// Write a dump in another format
     Convert(convert::ConvertArgs),
     /// Is this host ready? Each line says what to do when it is not
@@ -141,6 +144,7 @@ pub fn main() -> ExitCode {
         Some(Command::Leaks(args)) => leaks::run(args),
         Some(Command::Compare(args)) => compare::run(args),
         Some(Command::Inefficient(args)) => inefficient::run(args),
+        Some(Command::Oom(args)) => oom::run(args),
         Some(Command::Convert(args)) => convert::run(args),
         Some(Command::Check(args)) => check::run(args),
         None => trace::run(cli.trace, cli.logging.quiet),

@@ -7,12 +7,13 @@ use std::{
 };
 
 use crate::{
-    analysis::infer_steps::StepInference,
+    analysis::{Online, infer_steps::StepInference},
     dump::{
         Row,
         read::{NumberedRow, Options, Rows, open},
     },
     model::{Event, EventKind, StepRule, StepsFrom, Tgid},
+    report::document::{Document, Dump, Events, Trace},
 };
 
 /// Reads dumps as one, to the end; what could not be read is said on standard error, and the rest counts.
@@ -90,6 +91,24 @@ pub(super) fn each_row_and_step(
         }
         row(numbered);
     })
+}
+
+/// The report of live tracing, of dumps.
+pub(super) fn document(paths: &[PathBuf], online: &mut Online) -> anyhow::Result<Document> {
+    let read = each_row(paths, |numbered| {
+        if let Some(event) = numbered.row.event() {
+            online.feed(event, |_, _, _| {});
+        }
+    })?;
+    online.finish(|_, _, _| {});
+    let shown: Vec<_> = paths.iter().map(|path| shown(path)).collect();
+    let reason = (read.unread > 0).then(|| format!("{} rows could not be read", read.unread));
+    let trace = Trace {
+        events: Events { received: read.rows, lost: 0 },
+        dump: Some(Dump { path: shown.join(", "), complete: read.unread == 0, reason }),
+        ..Trace::default()
+    };
+    Ok(Document::new(trace, online))
 }
 
 /// What was read of dumps.

@@ -1,8 +1,11 @@
 //! The books: what every process holds, event by event.
 
-use rustc_hash::FxHashMap;
+use std::collections::BTreeMap;
+
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::block::Blocks;
+use super::extents::{self, FreeSpace};
 use super::segments::{Candidate, Growth, Pending, Unclaimed};
 use super::steps::{Boundary, StepRule, Steps, StepsFrom};
 use super::{
@@ -127,6 +130,8 @@ pub struct Process {
     threads: FxHashMap<Tid, Thread>,
     steps: Steps,
     unclaimed: Unclaimed,
+    /// Where physical memory is mapped, with the bytes there: by address, to the handle.
+    mapped: BTreeMap<DevicePtr, (u64, DevicePtr)>,
     unknown_frees: [Count; Pool::ALL.len()],
     lost_frees: [Count; Pool::ALL.len()],
 }
@@ -280,6 +285,7 @@ impl Process {
             threads: FxHashMap::default(),
             steps: Steps::default(),
             unclaimed: Unclaimed::default(),
+            mapped: BTreeMap::new(),
             unknown_frees: Default::default(),
             lost_frees: Default::default(),
         }
@@ -342,6 +348,31 @@ impl Process {
         self.lost_frees[pool as usize]
     }
 
+    /// What is free in the segments that a pool has on a device, as far as they were seen. `None` without any, and where
+    /// it is not known at what addresses they are (dumps do not say where physical memory is mapped).
+    pub fn free_space(&self, pool: Pool, device: Option<DeviceId>) -> Option<FreeSpace> {
+        let segments =
+            || self.blocks.iter().filter(|block| block.segment_of == Some(pool) && block.device == device);
+        let is_handle = |block: &Block| block.driver.is_some_and(|driver| driver.create);
+        let mut stretches: Vec<_> =
+            segments().filter(|block| !is_handle(block)).map(|block| (block.ptr.0, block.size)).collect();
+        let handles: FxHashSet<DevicePtr> =
+            segments().filter(|block| is_handle(block)).map(|block| block.ptr).collect();
+        let pieces: Vec<_> = self
+            .mapped
+            .iter()
+            .filter(|(_, (_, handle))| handles.contains(handle))
+            .map(|(at, (size, _))| (at.0, *size))
+            .collect();
+        if pieces.len() < handles.len() {
+            return None;
+        }
+        stretches.extend(extents::joined(pieces));
+        let blocks = self.blocks.iter().filter(|block| block.pool == pool && block.device == device);
+        let blocks = blocks.map(|block| (block.ptr.0, block.size)).collect();
+        (!stretches.is_empty()).then(|| FreeSpace::of(stretches, blocks))
+    }
+
     /// The device that an event of this thread is about, when the event does not say.
     pub fn current_device(&self, tid: Tid) -> Option<DeviceId> {
         self.threads.get(&tid).and_then(|thread| thread.device).or(match self.only_device {
@@ -368,6 +399,7 @@ impl Process {
             }
             EventKind::Unmap { ptr } => {
                 self.unclaimed.unmap(*ptr);
+                self.mapped.remove(ptr);
                 Change::Nothing
             }
             EventKind::Op { name } => {
@@ -475,6 +507,7 @@ impl Process {
 
     /// From now on a pool's blocks can lie in the memory of this handle.
     fn map(&mut self, at: DevicePtr, size: u64, handle: DevicePtr) {
+        self.mapped.insert(at, (size, handle));
         if let Some(block) = self.blocks.find(Pool::Hal, handle).and_then(|block| self.blocks.get(block))
             && block.belongs_to_program()
         {
@@ -591,6 +624,7 @@ impl Process {
         self.ended = Some(how);
         self.threads = FxHashMap::default();
         self.unclaimed = Unclaimed::default();
+        self.mapped = BTreeMap::new();
         let blocks = self.blocks.take(|_| true);
         self.blocks = Blocks::default();
         Change::Ended { how, blocks }

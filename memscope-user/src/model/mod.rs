@@ -2,6 +2,7 @@
 
 mod block;
 mod event;
+mod extents;
 mod ids;
 mod ledger;
 mod module;
@@ -16,6 +17,7 @@ pub use event::{
     Access, AccessKind, Alloc, AllocFailed, Basis, DriverAlloc, Event, EventKind, Free, Inferred, Name,
     PageType, Totals,
 };
+pub use extents::FreeSpace;
 pub use ids::{AllocationId, DeviceId, DevicePtr, Nanos, Pool, StepId, Tgid, Tid};
 pub use ledger::{BlockRef, Change, Count, DeviceMemory, DriverUse, Ending, Ledger, PoolUse, Process};
 pub use module::Module;

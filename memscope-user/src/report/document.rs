@@ -14,8 +14,8 @@ use crate::analysis::leaks::{Late, LateGroup, Like, Pattern, Reason, Verdicts};
 use crate::analysis::oom::Oom;
 use crate::analysis::reconcile::Reconciliation;
 use crate::model::{
-    AllocationId, Basis, Block, Count, DeviceId, DeviceMemory, DevicePtr, Ending, Frame, Name, Nanos, Pool,
-    PoolUse, Process, Stack, StepId, Tgid, Tid, Whose,
+    AllocationId, Basis, Block, Count, DeviceId, DeviceMemory, DevicePtr, Ending, Frame, FreeSpace, Name,
+    Nanos, Pool, PoolUse, Process, Stack, StepId, Tgid, Tid, Whose,
 };
 use crate::stacks::Tally;
 
@@ -176,6 +176,8 @@ pub struct Device {
     /// Largest first.
     pub not_judged: Vec<BlockFacts>,
     pub fluctuation: Vec<FluctuationFacts>,
+    /// Free memory within the segments of pools, now; none for a process that has ended.
+    pub free: Vec<FreeFacts>,
     pub late_total: Count,
     pub late_groups: Vec<LateFacts>,
     pub not_judged_total: Count,
@@ -316,6 +318,17 @@ pub struct OomFacts {
     pub recovered: bool,
     pub pools: Vec<PoolFacts>,
     pub largest: Vec<BlockFacts>,
+    /// Latest first.
+    pub latest: Vec<BlockFacts>,
+    pub free: Vec<FreeFacts>,
+}
+
+/// What was free in the segments of a pool that were seen.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct FreeFacts {
+    pub pool: Pool,
+    #[serde(flatten)]
+    pub space: FreeSpace,
 }
 
 #[derive(Debug, Clone, Serialize)]
@@ -458,6 +471,7 @@ fn empty_device(process: &Process, device: Option<DeviceId>) -> Device {
         late: Vec::new(),
         not_judged: Vec::new(),
         fluctuation: Vec::new(),
+        free: Vec::new(),
         late_total: Count::default(),
         late_groups: Vec::new(),
         not_judged_total: Count::default(),
@@ -512,6 +526,10 @@ fn device(memory: &DeviceMemory, process: &Process, verdicts: &mut Verdicts) -> 
         device.late_total.blocks += group.blocks;
         device.late_total.bytes = device.late_total.bytes.saturating_add(group.bytes);
     }
+    let frameworks = Pool::ALL.into_iter().filter(|pool| !matches!(pool, Pool::Hal | Pool::Host));
+    device.free = frameworks
+        .filter_map(|pool| Some(FreeFacts { pool, space: process.free_space(pool, memory.device)? }))
+        .collect();
     device.reconciliation = memory.device.map(|_| ReconciliationFacts::new(Reconciliation::of(memory)));
     device
 }
@@ -655,6 +673,8 @@ impl OomFacts {
             recovered: oom.recovered,
             pools: oom.pools.iter().map(|(pool, facts)| PoolFacts::new(*pool, facts)).collect(),
             largest: oom.largest.iter().map(|block| BlockFacts::new(block, Pattern::Once, pid)).collect(),
+            latest: oom.latest.iter().map(|block| BlockFacts::new(block, Pattern::Once, pid)).collect(),
+            free: oom.free.iter().map(|(pool, space)| FreeFacts { pool: *pool, space: *space }).collect(),
         }
     }
 }

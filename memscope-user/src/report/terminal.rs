@@ -6,7 +6,9 @@ use std::fmt::Write;
 use crate::analysis::leaks::size_class;
 use crate::model::{DeviceId, Frame, Name, Pool, StepId, Tgid, Tid, Whose};
 
-use super::document::{BlockFacts, Device, Document, OomFacts, PoolFacts, ReconciliationFacts, StackOf};
+use super::document::{
+    BlockFacts, Device, Document, FreeFacts, OomFacts, PoolFacts, ReconciliationFacts, StackOf,
+};
 use super::{inefficient, units};
 
 /// Lines of each list; the rest is counted.
@@ -37,6 +39,19 @@ pub fn render(document: &Document, colour: bool, all_frames: bool) -> String {
     report.memory(&mut out);
     report.trace(&mut out);
     report.next(&mut out);
+    out
+}
+
+/// Out-of-memories alone.
+pub fn render_oom(document: &Document, colour: bool) -> String {
+    let processes: BTreeSet<Tgid> = document.devices.iter().map(|device| device.pid).collect();
+    let report =
+        Report { document, several: processes.len() > 1, all_frames: false, paint: Paint { colour } };
+    let mut out = String::new();
+    report.out_of_memory(&mut out);
+    if out.is_empty() {
+        line(&mut out, "No allocation failed.");
+    }
     out
 }
 
@@ -337,6 +352,9 @@ impl Report<'_> {
                 })
                 .collect();
             table(out, &rows);
+            for free in device.free.iter().filter(|free| free.space.free_bytes > 0) {
+                line(out, &format!("    {}: {}", free.pool, free_space(free, None)));
+            }
         }
         for process in &self.document.processes {
             for gaps in &process.pools {
@@ -425,10 +443,21 @@ impl Report<'_> {
         if !pools.is_empty() {
             line(out, &format!("  at that moment: {}", pools.join("; ")));
         }
-        if !oom.largest.is_empty() {
-            line(out, "  largest live blocks:");
+        for free in &oom.free {
+            line(out, &format!("  {}: {}", free.pool, free_space(free, Some(oom.requested))));
         }
-        for block in &oom.largest {
+        self.blocks(out, "largest live blocks", &oom.largest);
+        let known: BTreeSet<_> = oom.largest.iter().map(|block| block.allocation_id).collect();
+        if oom.latest.iter().any(|block| !known.contains(&block.allocation_id)) {
+            self.blocks(out, "latest live blocks", &oom.latest);
+        }
+    }
+
+    fn blocks(&self, out: &mut String, heading: &str, blocks: &[BlockFacts]) {
+        if !blocks.is_empty() {
+            line(out, &format!("  {heading}:"));
+        }
+        for block in blocks {
             let mut text = format!(
                 "    {:>9}  {} at {}, step {}",
                 units::bytes(block.size),
@@ -702,6 +731,29 @@ fn step_list(steps: &BTreeSet<StepId>, last_judged: u32) -> String {
     let widest_gap = runs.windows(2).map(|pair| pair[1].0 - pair[0].1).max().unwrap_or(1);
     if last_judged > last + 2 * widest_gap {
         let _ = write!(text, " (none in steps {}-{last_judged})", last + 1);
+    }
+    text
+}
+
+/// How much is free in how many pieces, and whether a request would have fitted.
+fn free_space(free: &FreeFacts, request: Option<u64>) -> String {
+    let space = free.space;
+    let number = |n: u64, what: &str| match n {
+        1 => format!("1 {what}"),
+        several => format!("{} {what}s", units::count(several)),
+    };
+    let mut text = format!(
+        "{} free in {} of {}, in {}",
+        units::bytes(space.free_bytes),
+        number(space.segments, "segment"),
+        units::bytes(space.segment_bytes),
+        number(space.pieces, "piece"),
+    );
+    if space.pieces > 0 {
+        let _ = write!(text, ", the largest {}", units::bytes(space.largest_free));
+    }
+    if request.is_some_and(|request| space.free_bytes >= request && space.largest_free < request) {
+        text.push_str(": enough, but in pieces that are too small");
     }
     text
 }

@@ -69,6 +69,7 @@ fn a_leak_is_the_headline() {
             "Memory",
             "  device 0: 40.0 MiB from the driver since attach: 40.0 MiB in segments of PTA, 0 B in no pool",
             "    PTA  19.0 MiB allocated of 40.0 MiB reserved  seen since attach: 19.0 MiB live in 7 blocks, peak 36.0 MiB",
+            "    PTA: 21.0 MiB free in 2 segments of 40.0 MiB, in 2 pieces, the largest 17.0 MiB",
             "Events: 40,120 received, none lost; 1 of 2 sites attached",
             "  aclrtMallocCached: in no mapped library",
             "Note: trained on a Tuesday",

@@ -1,0 +1,44 @@
+//! `memscope-trace oom DUMP`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::{
+    Verdict,
+    offline::{document, print_json},
+    steps::StepArgs,
+};
+use crate::{
+    analysis::{Online, oom::LISTED},
+    report::terminal::render_oom,
+};
+
+#[derive(Debug, Args)]
+pub struct OomArgs {
+    /// Dumps: files (csv, db), or directories that stand for all dumps in them
+    #[arg(required = true, value_name = "DUMP")]
+    dumps: Vec<PathBuf>,
+    /// List so many of the largest and of the latest blocks
+    #[arg(long, value_name = "N", default_value_t = LISTED as u16, value_parser = clap::value_parser!(u16).range(1..=1000))]
+    blocks: u16,
+    #[command(flatten)]
+    step: StepArgs,
+    /// As one JSON document: the report of live tracing
+    #[arg(long)]
+    json: bool,
+}
+
+pub(super) fn run(args: OomArgs) -> anyhow::Result<Verdict> {
+    let rule = args.step.rule();
+    let mut online = Online::new(rule.clone(), false)
+        .with_steps_from(&rule, args.step.source())
+        .with_oom_blocks(args.blocks.into());
+    let document = document(&args.dumps, &mut online)?;
+    if args.json {
+        print_json(&document)?;
+    } else {
+        print!("{}", render_oom(&document, false));
+    }
+    Ok(Verdict::Fine)
+}
