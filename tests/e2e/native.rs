@@ -295,7 +295,7 @@ fn two_processes_on_two_devices_are_told_apart_host_wide() -> Result<()> {
 /// both reports are exact. By the process id of the host alone, too.
 #[test]
 fn containers_that_share_a_layer_are_counted_once() -> Result<()> {
-    if !V9.is_ready() {
+    if !V9.is_ready() || !Ground::has_containers() {
         return Ok(());
     }
     let mut containers = Vec::new();

@@ -97,6 +97,18 @@ impl Ground {
         false
     }
 
+    /// Whether [`Self::container`] can be had here; says so when not. The guests of `cargo xtask vm` lack both.
+    pub fn has_containers() -> bool {
+        let overlay = fs::read_to_string("/proc/filesystems").is_ok_and(|list| list.contains("overlay"))
+            || Command::new("modprobe").arg("overlay").status().is_ok_and(|status| status.success());
+        let unshare = Command::new("unshare").args(["--kill-child", "true"]).stderr(Stdio::null()).status();
+        let both = overlay && unshare.is_ok_and(|status| status.success());
+        if !both {
+            eprintln!("SKIPPED: there is no overlay file system, or no unshare of util-linux");
+        }
+        both
+    }
+
     /// The native workload as a container has it: file system, process ids and /proc of its own, the libraries from
     /// a layer that it shares with other containers. `dir` is its own and empty. Its process is the command's child.
     pub fn container(self, dir: &Path, args: &[&str]) -> Result<Command> {
