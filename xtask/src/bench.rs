@@ -34,7 +34,10 @@ enum Mode {
     Untraced,
     /// The same sites, with programs that do nothing.
     Bare,
+    WithoutStacks,
     Traced,
+    /// With the stack of every allocation, however many come.
+    EveryStack,
 }
 
 pub fn bench(args: &Args) -> anyhow::Result<()> {
@@ -42,8 +45,10 @@ pub fn bench(args: &Args) -> anyhow::Result<()> {
     ebpf::build()?;
     run(cargo().args(["build", "--quiet", "--release", "--package", "memscope-user"]))?;
     let sim = sim::ensure(sim::Layout::V9, None, None)?;
-    println!("\n| measured | untraced | bare probes | traced | traced / bare | traced / untraced | noise |");
-    println!("|---|---|---|---|---|---|---|");
+    println!(
+        "\n| measured | untraced | bare probes | without stacks | traced | every stack | traced / bare | traced / untraced | noise |"
+    );
+    println!("|---|---|---|---|---|---|---|---|---|");
     compare(args, "aclrtMalloc + aclrtFree, ns a pair", |mode| {
         let mut command = Command::new(&sim.workload);
         command.args(["--wait-stdin", "--wait-initialized", "pairs", "20000"]);
@@ -85,8 +90,8 @@ fn compare(
     what: &str,
     mut measure: impl FnMut(Mode) -> anyhow::Result<f64>,
 ) -> anyhow::Result<()> {
-    let modes = [Mode::Untraced, Mode::Bare, Mode::Traced];
-    let mut figures = [const { Vec::new() }; 3];
+    let modes = [Mode::Untraced, Mode::Bare, Mode::WithoutStacks, Mode::Traced, Mode::EveryStack];
+    let mut figures = [const { Vec::new() }; 5];
     for _ in 0..args.rounds {
         // By turns, so that a slow spell of the machine falls on all of them.
         for (mode, figures) in modes.iter().zip(&mut figures) {
@@ -94,9 +99,9 @@ fn compare(
         }
     }
     let noise = spread(&figures[0]);
-    let [untraced, bare, traced] = figures.map(median);
+    let [untraced, bare, without, traced, every] = figures.map(median);
     println!(
-        "| {what} | {untraced:.0} | {bare:.0} | {traced:.0} | {:.2} | {:.2} | ±{:.0} % |",
+        "| {what} | {untraced:.0} | {bare:.0} | {without:.0} | {traced:.0} | {every:.0} | {:.2} | {:.2} | ±{:.0} % |",
         traced / bare,
         traced / untraced,
         noise * 100.0
@@ -159,10 +164,15 @@ fn attach(pid: u32, dir: &Path, mode: Mode, extra: &[&str]) -> anyhow::Result<Ch
     let said = dir.join("tracer.txt");
     let mut command = Command::new(tracer());
     command.args(["-p", &pid.to_string()]).args(extra);
-    match mode {
-        Mode::Bare => command.args(["--empty-programs", "--no-dump"]),
-        _ => command.arg("-o").arg(dir.join("dump")),
-    };
+    command.args(match mode {
+        Mode::Untraced | Mode::Traced => &[][..],
+        Mode::Bare => &["--empty-programs", "--no-dump"],
+        Mode::WithoutStacks => &["--call-stack", "none"],
+        Mode::EveryStack => &["--stack-rate", "1000000"],
+    });
+    if mode != Mode::Bare {
+        command.arg("-o").arg(dir.join("dump"));
+    }
     let child = command.stdout(Stdio::null()).stderr(fs::File::create(&said)?).spawn()?;
     for _ in 0..2000 {
         if fs::read_to_string(&said)?.contains("tracing ") {
