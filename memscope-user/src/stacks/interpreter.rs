@@ -5,7 +5,7 @@ use memscope_ebpf::{self as wire, RawFrame};
 use super::{
     code::{Types, is_alive},
     memory::{Memory, half_at, word_at},
-    offsets::{OWNED_BY_C, Offsets},
+    offsets::{OWNED_BY_C, Offsets, Position},
 };
 use crate::{
     attach::process::{MappedFile, Process},
@@ -13,8 +13,6 @@ use crate::{
     probes::elf::{ElfError, Library},
 };
 
-/// How far around its usual place the slot of a thread is looked for, in bytes.
-const SEARCHED: i64 = 0x800;
 /// From a robust list to the first of a thread's slots in glibc, on both machines; and bytes of a slot.
 const FIRST_SLOT: i64 = 0x30;
 const SLOT_BYTES: i64 = 16;
@@ -69,16 +67,27 @@ pub struct Interpreter {
     pub slot: i64,
 }
 
-impl Interpreter {
-    pub fn find(process: &Process) -> Result<Found, Refusal> {
-        let Ok(files) = process.mapped_files() else { return Ok(Found::None) };
-        let Some((file, named)) = candidate(&files) else { return Ok(Found::None) };
+/// What the file of an interpreter tells.
+#[derive(Clone)]
+struct Located {
+    version: String,
+    offsets: Offsets,
+    types: Types,
+    /// Address of `_PyRuntime`.
+    runtime: u64,
+}
+
+impl Located {
+    /// `None`: the process has no interpreter.
+    fn find(process: &Process) -> Result<Option<Self>, Refusal> {
+        let Ok(files) = process.mapped_files() else { return Ok(None) };
+        let Some((file, named)) = candidate(&files) else { return Ok(None) };
         let path = crate::text::sanitize(file.path.as_os_str().as_encoded_bytes()).into_owned();
         let Ok(opened) = process.open_mapped(file) else {
             return Err(Refusal::Unreadable("its interpreter's file can not be opened"));
         };
         let library = match Library::open(opened, &path) {
-            Err(_) if named.minor.is_none() => return Ok(Found::None),
+            Err(_) if named.minor.is_none() => return Ok(None),
             library => library?,
         };
         let Some(bias) = file.start().and_then(|start| library.bias(start, file.offset)) else {
@@ -90,7 +99,7 @@ impl Interpreter {
         };
         let runtime = match address("_PyRuntime") {
             // An executable that only starts what is in libpython.
-            Err(Refusal::NoSymbol { .. }) if named.is_program => return Ok(Found::None),
+            Err(Refusal::NoSymbol { .. }) if named.is_program => return Ok(None),
             other => other?,
         };
         let memory = Memory(process.tgid);
@@ -114,7 +123,16 @@ impl Interpreter {
             text: address("PyUnicode_Type")?,
             bytes: address("PyBytes_Type")?,
         };
-        calibrate(process, version, offsets, types, runtime)
+        Ok(Some(Self { version, offsets, types, runtime }))
+    }
+}
+
+impl Interpreter {
+    pub fn find(process: &Process) -> Result<Found, Refusal> {
+        match Located::find(process)? {
+            Some(located) => calibrate(process, located),
+            None => Ok(Found::None),
+        }
     }
 
     /// What the BPF programs need.
@@ -125,8 +143,8 @@ impl Interpreter {
             main_thread: self.main_thread,
             slot: self.slot,
             instruction_mask: match offsets.in_frame.position {
-                super::offsets::Position::Index(_) => u32::MAX.into(),
-                super::offsets::Position::Address => u64::MAX,
+                Position::Index(_) => u32::MAX.into(),
+                Position::Address => u64::MAX,
             },
             frame: offsets.frame,
             frame_of_cframe: offsets.frame_of_cframe,
@@ -182,13 +200,8 @@ fn is_free_threaded(memory: Memory, runtime: u64) -> bool {
 }
 
 /// Finds where threads keep their state, and checks that all that is known of this version holds here.
-pub(super) fn calibrate(
-    process: &Process,
-    version: String,
-    offsets: Offsets,
-    types: Types,
-    runtime: u64,
-) -> Result<Found, Refusal> {
+fn calibrate(process: &Process, located: Located) -> Result<Found, Refusal> {
+    let Located { version, offsets, types, runtime } = located;
     let memory = Memory(process.tgid);
     let tss: [u8; 8] =
         memory.bytes(runtime + u64::from(offsets.tss)).ok_or(Refusal::Unreadable("its runtime's head"))?;
@@ -250,25 +263,15 @@ fn thread_states(memory: Memory, offsets: &Offsets, interpreter: u64) -> Option<
 /// Where the slot with the state lies, as seen from a thread's robust list; and the state of the main thread, or 0.
 fn slot(process: &Process, key: u32, states: &[u64]) -> Option<(i64, u64)> {
     let memory = Memory(process.tgid);
-    let usual = FIRST_SLOT + SLOT_BYTES * i64::from(key) + 8;
+    let slot = FIRST_SLOT + SLOT_BYTES * i64::from(key) + 8;
     let leader = Tid(process.tgid.0);
     let lists: Vec<(Tid, u64)> =
         process.threads().into_iter().filter_map(|tid| Some((tid, robust_list(tid)?))).collect();
-    let state_at = |list: u64, slot: i64| {
-        memory.word(list.wrapping_add_signed(slot)).filter(|state| states.contains(state))
-    };
-    let main_thread = |slot| {
-        let list = lists.iter().find(|(tid, _)| *tid == leader)?.1;
-        state_at(list, slot)
-    };
-    if lists.iter().any(|(_, list)| state_at(*list, usual).is_some()) {
-        return Some((usual, main_thread(usual).unwrap_or(0)));
-    }
-    // Another C library than those known.
-    let search = |list: u64| (-SEARCHED..SEARCHED).step_by(8).find(|slot| state_at(list, *slot).is_some());
-    let mut places = lists.iter().filter_map(|(_, list)| search(*list));
-    let found = places.next()?;
-    Some((found, main_thread(found).unwrap_or(0)))
+    let state_at =
+        |list: u64| memory.word(list.wrapping_add_signed(slot)).filter(|state| states.contains(state));
+    let main_thread = || state_at(lists.iter().find(|(tid, _)| *tid == leader)?.1);
+    // Found elsewhere, it would be a guess: only this slot holds the state whether the thread has the GIL or not.
+    lists.iter().any(|(_, list)| state_at(*list).is_some()).then(|| (slot, main_thread().unwrap_or(0)))
 }
 
 /// The list that glibc registers with the kernel for each thread.
@@ -288,12 +291,25 @@ enum Frames {
 }
 
 impl FromIterator<Frames> for Frames {
+    /// One thread at a time changes its frames, and may be caught at it.
     fn from_iter<T: IntoIterator<Item = Self>>(threads: T) -> Self {
-        threads.into_iter().fold(Frames::None, |all, one| match (all, one) {
-            (Frames::Good, _) | (_, Frames::Good) => Frames::Good,
-            (Frames::Bad(what), _) | (_, Frames::Bad(what)) => Frames::Bad(what),
-            (Frames::None, Frames::None) => Frames::None,
-        })
+        const GOOD_FOR_A_BAD_ONE: usize = 3;
+        let (mut good, mut bad, mut last) = (0, 0, None);
+        for thread in threads {
+            match thread {
+                Frames::Good => good += 1,
+                Frames::None => {}
+                Frames::Bad(what) => {
+                    bad += 1;
+                    last = Some(what);
+                }
+            }
+        }
+        match last {
+            Some(what) if good < GOOD_FOR_A_BAD_ONE * bad => Frames::Bad(what),
+            _ if good > 0 => Frames::Good,
+            _ => Frames::None,
+        }
     }
 }
 
@@ -327,16 +343,20 @@ fn check_frames(memory: Memory, offsets: &Offsets, types: &Types, state: u64) ->
         if owner.is_some_and(|owner| owner > OWNED_BY_C) {
             return Frames::Bad("they have no known owner");
         }
-        let head: Option<[u8; 16]> = memory.bytes(code);
+        let head: Option<[u8; 24]> = memory.bytes(code);
         if is_python && !head.is_some_and(|head| is_alive(&head, types.code)) {
             return Frames::Bad("they do not lead to code");
         }
+        let instruction = word_at(bytes, in_frame.instruction);
+        if is_python && !instruction.is_some_and(|at| is_in_code(offsets, code, head.as_ref(), at)) {
+            return Frames::Bad("their instructions are not in their code");
+        }
         if previous == 0 {
             // The outermost frame tells whether the owner is read at the right place.
-            let entered_from_c = match (in_frame.is_entry, owner) {
-                (Some(at), _) => byte(at) == 1,
-                (None, Some(owner)) => owner == OWNED_BY_C,
-                (None, None) => true,
+            let entered_from_c = match in_frame.owner {
+                Some(at) if in_frame.has_entry_mark => byte(at.wrapping_sub(1)) == 1,
+                Some(_) => owner == Some(OWNED_BY_C),
+                None => true,
             };
             return if entered_from_c { Frames::Good } else { Frames::Bad("the outermost one is none") };
         }
@@ -345,7 +365,162 @@ fn check_frames(memory: Memory, offsets: &Offsets, types: &Types, state: u64) ->
     Frames::Bad("they have no end")
 }
 
+fn is_in_code(offsets: &Offsets, code: u64, head: Option<&[u8; 24]>, instruction: u64) -> bool {
+    /// No function has more bytes of instructions.
+    const MOST: u64 = 1 << 24;
+    match offsets.in_frame.position {
+        Position::Index(unit) => i64::from(instruction as u32 as i32) * i64::from(unit) < MOST as i64,
+        Position::Address => {
+            // The object's size is in instructions; before the first one, the frame has not begun.
+            let units = head.and_then(|head| word_at(head, 16)).unwrap_or(0);
+            let first = code.wrapping_add(offsets.in_code.instructions.into()).wrapping_sub(2);
+            units < MOST && instruction.wrapping_sub(first) <= 2 * units
+        }
+    }
+}
+
 /// Takes a frame's word apart: address of the code object, owner.
 pub fn code_and_owner(frame: &RawFrame) -> (u64, u64) {
     (frame.code & !7, frame.code & 7)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::{BufRead, BufReader},
+        path::{Path, PathBuf},
+        process::{Child, Command, Stdio},
+    };
+
+    use super::*;
+    use crate::{attach::process::Proc, model::Tgid};
+
+    struct Running {
+        child: Child,
+        minor: u8,
+    }
+
+    impl Drop for Running {
+        fn drop(&mut self) {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+
+    /// A sleeping program of each known version that this machine has, two of its threads in functions.
+    fn programs() -> Vec<Running> {
+        const SCRIPT: &str = "import threading, time
+def sleep():
+    print('ready', flush=True)
+    time.sleep(60)
+threading.Thread(target=sleep, daemon=True).start()
+sleep()";
+        let mut places: Vec<PathBuf> = vec!["/usr/bin".into(), "/usr/local/bin".into()];
+        let versions = std::env::var_os("HOME").map(|home| Path::new(&home).join(".pyenv/versions"));
+        let entries = versions.and_then(|versions| versions.read_dir().ok()).into_iter().flatten().flatten();
+        places.extend(entries.map(|entry| entry.path().join("bin")));
+        let mut programs = Vec::new();
+        for (place, minor) in places.iter().flat_map(|place| (8..=13).map(move |minor| (place, minor))) {
+            let mut command = Command::new(place.join(format!("python3.{minor}")));
+            let Ok(mut child) =
+                command.args(["-c", SCRIPT]).stdout(Stdio::piped()).stderr(Stdio::null()).spawn()
+            else {
+                continue;
+            };
+            let lines = child.stdout.take().map(|out| BufReader::new(out).lines().take(2).count());
+            let program = Running { child, minor };
+            if lines == Some(2) {
+                programs.push(program);
+            }
+        }
+        if programs.is_empty() {
+            eprintln!("SKIPPED: there is no python3.8 to python3.13 in {places:?}");
+        }
+        programs
+    }
+
+    fn located(program: &Running) -> Option<(Process, Located)> {
+        let process = Process::open(&Proc::default(), Tgid(program.child.id())).expect("a process");
+        match Located::find(&process) {
+            Ok(located) => Some((process, located.expect("an interpreter"))),
+            Err(Refusal::Unreadable(_)) => {
+                eprintln!("SKIPPED: the memory of other processes can not be read");
+                None
+            }
+            Err(e) => panic!("3.{}: {e}", program.minor),
+        }
+    }
+
+    #[test]
+    fn known_versions_are_understood() {
+        for program in programs() {
+            let Some((process, located)) = located(&program) else { return };
+            assert!(located.version.starts_with(&format!("3.{}", program.minor)), "{}", located.version);
+            match calibrate(&process, located) {
+                Ok(Found::Ready(interpreter)) => assert_ne!(interpreter.main_thread, 0),
+                other => panic!("3.{}: {other:?}", program.minor),
+            }
+        }
+    }
+
+    /// What is off by a little must be refused, not guessed from.
+    #[test]
+    fn wrong_offsets_are_refused() {
+        for program in programs() {
+            let Some((process, located)) = located(&program) else { return };
+            let right = match calibrate(&process, located.clone()) {
+                Ok(Found::Ready(found)) => (found.for_programs(0), found.types),
+                other => panic!("{}: {other:?}", located.version),
+            };
+            let wrong = |what: &str, change: &dyn Fn(&mut Located)| {
+                let mut changed = located.clone();
+                change(&mut changed);
+                // By chance, another way may lead to the same.
+                if let Ok(Found::Ready(found)) = calibrate(&process, changed)
+                    && (found.for_programs(0), found.types) != right
+                {
+                    panic!("{} with another {what} was believed: {found:?}", located.version);
+                }
+            };
+            for by in [-8i32, -4, 4, 8] {
+                wrong("key", &|l| l.offsets.tss = l.offsets.tss.wrapping_add_signed(by));
+            }
+            for by in [-8i16, 8] {
+                let moved = |offset: u16| offset.wrapping_add_signed(by);
+                let further = |offset: u32| offset.wrapping_add_signed(by.into());
+                wrong("list of threads", &|l| l.offsets.threads = further(l.offsets.threads));
+                wrong("interpreter", &|l| l.offsets.interpreter = moved(l.offsets.interpreter));
+                wrong("frame", &|l| l.offsets.frame = moved(l.offsets.frame));
+                wrong("code", &|l| l.offsets.in_frame.code = moved(l.offsets.in_frame.code));
+                wrong("previous frame", &|l| {
+                    l.offsets.in_frame.previous = moved(l.offsets.in_frame.previous)
+                });
+                wrong("type of code", &|l| l.types.code = l.types.code.wrapping_add_signed(by.into()));
+                if located.offsets.in_frame.position == Position::Address {
+                    let at = |l: &mut Located| {
+                        l.offsets.in_frame.instruction = moved(l.offsets.in_frame.instruction)
+                    };
+                    wrong("instruction", &at);
+                }
+            }
+            for by in [-1i16, 1] {
+                if let Some(owner) = located.offsets.in_frame.owner {
+                    wrong("owner", &|l| l.offsets.in_frame.owner = Some(owner.wrapping_add_signed(by)));
+                }
+            }
+            for minor in (8..=13).filter(|minor| *minor != program.minor) {
+                // What differs between these two is only how lines are counted.
+                if matches!((minor, program.minor), (9, 10) | (10, 9)) {
+                    continue;
+                }
+                let arch = if cfg!(target_arch = "aarch64") {
+                    crate::probes::elf::Arch::Aarch64
+                } else {
+                    crate::probes::elf::Arch::X86_64
+                };
+                let offsets = Offsets::of(minor, arch).expect("a known version");
+                wrong("version", &|l| l.offsets = offsets);
+            }
+        }
+    }
 }

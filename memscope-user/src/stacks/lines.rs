@@ -80,3 +80,71 @@ fn signed_varint(bytes: &[u8]) -> i64 {
     let magnitude = (value >> 1) as i64;
     if value & 1 != 0 { -magnitude } else { magnitude }
 }
+
+#[cfg(test)]
+mod tests {
+    use serde::Deserialize;
+
+    use super::*;
+    use crate::{probes::elf::Arch, stacks::offsets::Offsets};
+
+    #[derive(Deserialize)]
+    struct Sample {
+        minor: u8,
+        name: String,
+        first: u32,
+        table: String,
+        /// Of each instruction of two bytes.
+        lines: Vec<Option<u32>>,
+    }
+
+    /// Of `testdata/lines.py`, by six versions of the interpreter.
+    fn samples() -> Vec<Sample> {
+        let text = include_str!("testdata/lines.jsonl");
+        text.lines().map(|line| serde_json::from_str(line).expect("a sample")).collect()
+    }
+
+    fn format(minor: u8) -> LineFormat {
+        Offsets::of(minor, Arch::X86_64).expect("a known version").in_code.format
+    }
+
+    fn bytes(table: &str) -> Vec<u8> {
+        let digits = table.as_bytes().chunks_exact(2);
+        digits.map(|pair| u8::from_str_radix(str::from_utf8(pair).unwrap_or(""), 16).unwrap_or(0)).collect()
+    }
+
+    #[test]
+    fn lines_are_what_the_interpreter_says() {
+        let samples = samples();
+        for minor in 8..=13 {
+            assert!(samples.iter().filter(|sample| sample.minor == minor).count() >= 6, "3.{minor}");
+        }
+        for Sample { minor, name, first, table, lines } in samples {
+            let table = bytes(&table);
+            for (offset, expected) in (0..).step_by(2).zip(lines) {
+                let found = line(format(minor), &table, first, offset);
+                assert_eq!(found, expected, "3.{minor} {name} at {offset}");
+            }
+        }
+    }
+
+    /// Tables are read from a process: whatever is in them, nothing breaks.
+    #[test]
+    fn any_bytes_are_a_table() {
+        for Sample { minor, table, lines, .. } in samples() {
+            let whole = bytes(&table);
+            for end in 0..whole.len() {
+                let mut table = whole[..end].to_vec();
+                for flipped in [0, 0x80, 0xff] {
+                    if let Some(last) = table.last_mut() {
+                        *last ^= flipped;
+                    }
+                    for first in [0, u32::MAX] {
+                        line(format(minor), &table, first, 2 * lines.len() as u32);
+                        line(format(minor), &table, first, u32::MAX);
+                    }
+                }
+            }
+        }
+    }
+}

@@ -36,8 +36,8 @@ pub struct InFrame {
     pub instruction: u16,
     /// `None`: frames are Python objects, and have no owner.
     pub owner: Option<u16>,
-    /// 3.11: whether the frame was entered from C.
-    pub is_entry: Option<u16>,
+    /// 3.11: in the byte before the owner, whether the frame was entered from C. Later versions have an owner for that.
+    pub has_entry_mark: bool,
     pub position: Position,
 }
 
@@ -97,7 +97,7 @@ const FRAME_OBJECT: InFrame = InFrame {
     previous: 24,
     instruction: 104,
     owner: None,
-    is_entry: None,
+    has_entry_mark: false,
     position: Position::Index(1),
 };
 const CODE_3_8: InCode = InCode {
@@ -154,7 +154,7 @@ const V3_11: Offsets = Offsets {
         previous: 48,
         instruction: 56,
         owner: Some(69),
-        is_entry: Some(68),
+        has_entry_mark: true,
         position: Position::Address,
     },
     in_code: CODE_3_11,
@@ -164,7 +164,7 @@ const V3_12: Offsets = Offsets {
     tss: 1544,
     threads: 72,
     frame_of_cframe: 0,
-    in_frame: InFrame { code: 0, previous: 8, owner: Some(70), is_entry: None, ..V3_11.in_frame },
+    in_frame: InFrame { code: 0, previous: 8, owner: Some(70), has_entry_mark: false, ..V3_11.in_frame },
     in_code: InCode { first_line: 68, instructions: 192, first_traceable: Some(176), ..CODE_3_11 },
     in_str: InStr { ascii: 40, other: 56 },
     ..V3_11
