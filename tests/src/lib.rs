@@ -100,7 +100,11 @@ impl Ground {
     /// Whether [`Self::container`] can be had here; says so when not. The guests of `cargo xtask vm` lack both.
     pub fn has_containers() -> bool {
         let overlay = fs::read_to_string("/proc/filesystems").is_ok_and(|list| list.contains("overlay"))
-            || Command::new("modprobe").arg("overlay").status().is_ok_and(|status| status.success());
+            || Command::new("modprobe")
+                .arg("overlay")
+                .stderr(Stdio::null())
+                .status()
+                .is_ok_and(|status| status.success());
         let unshare = Command::new("unshare").args(["--kill-child", "true"]).stderr(Stdio::null()).status();
         let both = overlay && unshare.is_ok_and(|status| status.success());
         if !both {
