@@ -16,7 +16,7 @@ pub struct Args {
     /// Without the real wheels: the native workload only
     #[arg(long)]
     no_wheels: bool,
-    /// Without the oldest and the newest kernel in QEMU: this kernel only
+    /// Without the oldest and the newest kernel in QEMU: this kernel only (`cargo xtask vm` runs all tests on all)
     #[arg(long)]
     no_kernels: bool,
     /// Run only tests whose name contains this
@@ -57,7 +57,7 @@ pub fn test(args: &Args) -> anyhow::Result<()> {
     if args.no_kernels || args.filter.is_some() {
         return Ok(());
     }
-    match vm::run(&vm::Args::oldest_and_newest()) {
+    match vm::run(&vm::Args::smoke()) {
         Err(e) if e.is::<vm::NoArchive>() => eprintln!("tests on other kernels are left out: {e}"),
         outcome => outcome?,
     }

@@ -23,7 +23,7 @@ use crate::{
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Tests {
     All,
-    Matching(String),
+    Matching(Vec<String>),
     Shell,
 }
 

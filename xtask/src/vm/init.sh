@@ -11,7 +11,7 @@ mount -t devtmpfs dev /dev
 dmesg -n 1
 for word in $(cat /proc/cmdline); do
     case $word in
-    memscope.filter=*) filter=${word#memscope.filter=} ;;
+    memscope.filter=*) filter=$(echo "${word#memscope.filter=}" | tr , ' ') ;;
     memscope.shell) shell=1 ;;
     esac
 done

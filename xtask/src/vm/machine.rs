@@ -202,7 +202,7 @@ fn qemu(arch: Arch, image: &Path, system: &Path, tests: &Tests) -> Command {
     let mut line = format!("console={console} quiet panic=-1");
     match tests {
         Tests::All => {}
-        Tests::Matching(filter) => line += &format!(" memscope.filter={filter}"),
+        Tests::Matching(filter) => line += &format!(" memscope.filter={}", filter.join(",")),
         Tests::Shell => line += " memscope.shell",
     }
     command.arg("-kernel").arg(image).arg("-initrd").arg(system).arg("-append").arg(line);
