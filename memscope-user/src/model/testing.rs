@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use super::{
-    Alloc, AllocFailed, DeviceId, DevicePtr, DriverAlloc, Event, EventKind, Free, Module, Nanos, PageType,
-    Pool, Tgid, Tid, Totals,
+    Alloc, AllocFailed, DeviceId, DevicePtr, DriverAlloc, Event, EventKind, Frame, Free, Module, Nanos,
+    Origin, PageType, Pool, Stack, Tgid, Tid, Totals, Whose,
 };
 
 pub const MIB: u64 = 1 << 20;
@@ -58,6 +58,29 @@ impl Script {
         let totals = totals.map(|(allocated, reserved)| Totals { allocated, reserved });
         let alloc = Alloc { pool, device, ptr: DevicePtr(ptr), size, totals, driver: None, stack: None };
         self.push(MAIN, EventKind::Alloc(alloc))
+    }
+
+    /// On a line of `train.py`, called through a package; or there is no stack.
+    pub fn alloc_at(&mut self, line: Option<u32>, whose: Whose, ptr: u64, size: u64) -> &mut Self {
+        self.alloc(ptr, size);
+        if let (Some(line), Some(Event { kind: EventKind::Alloc(alloc), .. })) =
+            (line, self.events.last_mut())
+        {
+            let frame = |file: &str, line, function: &str| Frame {
+                function: Arc::from(function),
+                file: Arc::from(file),
+                line: Some(line),
+            };
+            let inner =
+                frame("/usr/lib/python3/dist-packages/torch/nn/modules/module.py", 7, "Module.forward");
+            let frames = vec![
+                (inner, Origin::Framework),
+                (frame("/home/me/project/train.py", line, "main"), Origin::User),
+                (frame("/home/me/project/train.py", 99, "<module>"), Origin::User),
+            ];
+            alloc.stack = Stack::new(frames, whose, false).map(Arc::new);
+        }
+        self
     }
 
     pub fn hal(&mut self, ptr: u64, size: u64, module: Module) -> &mut Self {

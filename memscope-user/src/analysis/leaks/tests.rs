@@ -1,7 +1,7 @@
 use super::*;
 use crate::analysis::Online;
 use crate::model::testing::{MAIN, MIB, PID, Script};
-use crate::model::{Alloc, DevicePtr, EventKind, Free, Module, StepRule};
+use crate::model::{Alloc, DevicePtr, EventKind, Free, Module, StepRule, Whose};
 
 fn online(script: &Script) -> Online {
     let mut online = Online::new(StepRule::default(), true);
@@ -174,6 +174,37 @@ fn a_leak_among_a_ring_shows_once_it_has_outlived_the_ring() {
         [(0x3000, 3, Once)],
         "the ends of steps 4, 5 and 6: one more than the ring's"
     );
+}
+
+/// A ring on one line of the program and a block that is kept on another, of the same size around the same operator.
+#[test]
+fn lines_of_the_program_are_judged_apart() {
+    let run = |ring_line, kept_line| {
+        let mut script = Script::new();
+        script.step(|_| {});
+        for step in 2..=8u64 {
+            script.step(|s| {
+                s.alloc_at(ring_line, Whose::Own, 0x1000 * step, MIB);
+                if step > 4 {
+                    s.free(0x1000 * (step - 3));
+                }
+                if step == 7 {
+                    s.alloc_at(kept_line, Whose::Own, 0x9_0000, MIB);
+                }
+            });
+        }
+        verdicts(&script)
+    };
+    let is_leak = |verdicts: &Verdicts| leaks(verdicts).iter().any(|(ptr, ..)| *ptr == 0x9_0000);
+    assert!(is_leak(&run(Some(1), Some(2))), "no ring of that line excuses it");
+    assert!(!is_leak(&run(Some(1), Some(1))), "it may be one of the ring");
+    assert!(!is_leak(&run(None, None)));
+    assert!(!is_leak(&run(None, Some(2))), "the ring's line may be the same");
+    assert!(!is_leak(&run(Some(1), None)), "its line may be the ring's");
+    for (ring_line, kept_line) in [(Some(1), Some(2)), (Some(1), None), (None, None), (None, Some(2))] {
+        let found = leaks(&run(ring_line, kept_line));
+        assert!(found.iter().all(|(ptr, ..)| *ptr == 0x9_0000), "the ring is none: {found:?}");
+    }
 }
 
 #[test]

@@ -2,7 +2,7 @@ use super::*;
 use crate::analysis::Online;
 use crate::analysis::inefficient::{Config, Rules};
 use crate::model::testing::{MAIN, MIB, Script, leak6};
-use crate::model::{Alloc, DevicePtr, Event, EventKind, Module, StepRule, StepsFrom};
+use crate::model::{Alloc, DevicePtr, Event, EventKind, Module, StepRule, StepsFrom, Whose};
 use crate::report::document::{Dump, Events, Site, Trace};
 
 fn document(events: &[Event], trace: Trace) -> Document {
@@ -38,6 +38,48 @@ fn site(name: &str, attached: bool, reason: Option<&str>) -> Site {
         lost: 0,
         reason: reason.map(str::to_owned),
     }
+}
+
+/// What is leaked on a line is one leak, whatever the sizes; a backward pass is named by the line that called it.
+#[test]
+fn leaks_are_named_by_their_lines() {
+    let mut script = Script::new();
+    script.op("aclnnAdd").step(|_| {});
+    for step in 2..=5u64 {
+        script.step(|s| {
+            s.alloc_at(Some(12), Whose::Own, 0x1000 * step, 4 * MIB);
+            s.alloc_at(Some(12), Whose::Own, 0x800 + 0x1000 * step, MIB);
+            s.alloc_at(Some(30), Whose::Via, 0x10_0000 * step, MIB);
+        });
+    }
+    let document = document(&script.events, Trace::default());
+    let text = render(&document, false, false);
+    let lines: Vec<&str> = text.lines().filter(|line| line.starts_with("LEAK")).collect();
+    let [own, via] = lines[..] else { panic!("{text}") };
+    assert!(own.contains("6 blocks of up to 4.00 MiB, 15.0 MiB in steps 2-4"), "{own}");
+    assert!(own.contains(", around aclnnAdd, at project/train.py:12 in main, thread"), "{own}");
+    assert!(via.contains(", around aclnnAdd, via project/train.py:30 in main, thread"), "{via}");
+    assert!(!text.contains("module.py"), "{text}");
+
+    let text = render(&document, false, true);
+    let own = text.lines().skip_while(|line| !line.contains("train.py:12")).skip(1);
+    let own: Vec<&str> = own.take(3).collect();
+    assert_eq!(
+        own,
+        [
+            "    /usr/lib/python3/dist-packages/torch/nn/modules/module.py:7 in Module.forward",
+            "    /home/me/project/train.py:12 in main",
+            "    /home/me/project/train.py:99 in <module>",
+        ]
+    );
+    assert!(text.contains("    via main: /home/me/project/train.py:30 in main\n"), "{text}");
+
+    let json = serde_json::to_value(&document).expect("a document");
+    let leak = &json["devices"][0]["leaks"][0];
+    assert_eq!(leak["python"][1]["file"], "/home/me/project/train.py");
+    assert_eq!(leak["python"][1]["line"], 12);
+    assert_eq!(leak["via"], serde_json::json!([]));
+    assert_eq!(json["devices"][0]["leaks"][2]["via"][1]["line"], 30);
 }
 
 #[test]
