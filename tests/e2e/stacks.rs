@@ -52,14 +52,20 @@ fn interpreters() -> Vec<Python> {
     found
 }
 
+/// `stacks.py`, with files for its truth and for when it is to begin.
+fn program(python: &Python, file: &Path, gate: &Path) -> Command {
+    let mut command = Command::new(&python.program);
+    command.arg(root().join("tests/workloads/python/stacks.py"));
+    command.arg("--library").arg(root().join("target/sim/v8/lib64/libascendcl.so"));
+    command.arg("--truth").arg(file).arg("--wait-file").arg(gate);
+    command
+}
+
 /// The truth and the trace of one run of `stacks.py`.
 fn run(python: &Python, options: &[&str]) -> Result<(Vec<Value>, Traced, u32)> {
     let dir = tempfile::tempdir()?;
     let (file, gate) = (dir.path().join("truth.jsonl"), dir.path().join("go"));
-    let mut command = Command::new(&python.program);
-    command.arg(root().join("tests/workloads/python/stacks.py"));
-    command.arg("--library").arg(root().join("target/sim/v8/lib64/libascendcl.so"));
-    command.arg("--truth").arg(&file).arg("--wait-file").arg(&gate);
+    let command = program(python, &file, &gate);
     let target = Target::start(command)?;
     let pid = target.pid();
     let ready = || truth(&file).is_ok_and(|lines| lines.iter().any(|line| line["event"] == "ready"));
@@ -125,6 +131,29 @@ fn stacks_are_what_the_interpreter_says() -> Result<()> {
         eprintln!("{}: {} blocks", python.program.display(), lines.len() - 2);
     }
     Ok(())
+}
+
+/// The interpreter is looked for as soon as there is one: after the shell, which has none, has made way for it.
+#[test]
+fn stacks_are_there_from_the_first_instruction() -> Result<()> {
+    if !GROUND.is_ready() {
+        return Ok(());
+    }
+    let Some(python) = interpreters().pop() else { return Ok(()) };
+    let dir = tempfile::tempdir()?;
+    let (file, gate) = (dir.path().join("truth.jsonl"), dir.path().join("go"));
+    let command = program(&python, &file, &gate);
+    let mut words = vec!["--call-stack", "python:128", "--", "sh", "-c", "exec \"$0\" \"$@\""];
+    words.extend(
+        std::iter::once(command.get_program()).chain(command.get_args()).filter_map(|word| word.to_str()),
+    );
+    let tracer = Tracer::start(&words)?.attached()?;
+    std::fs::write(&gate, "")?;
+    let traced = tracer.finish()?;
+    let lines = truth(&file)?;
+    let ready = lines.iter().find(|line| line["event"] == "ready").context("it did not run")?;
+    let pid = ready["pid"].as_u64().context("no pid")? as u32;
+    assert_equal(&python, &lines, &dumped(&traced, pid)?)
 }
 
 /// On kernels that do not describe their structures, and through a program for each site as on 5.10.
