@@ -21,6 +21,8 @@ impl FreeSpace {
     /// Of segments, each a stretch of its own, and the blocks in them. Overlaps and blocks outside do no harm.
     pub(super) fn of(mut segments: Vec<Stretch>, mut blocks: Vec<Stretch>) -> Self {
         segments.sort_unstable();
+        // A block without bytes divides nothing.
+        blocks.retain(|(_, size)| *size > 0);
         blocks.sort_unstable();
         let mut space = FreeSpace::default();
         let mut blocks = blocks.into_iter().peekable();
