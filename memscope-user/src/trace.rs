@@ -474,6 +474,12 @@ impl Session<'_> {
             let list: Vec<_> = devices.iter().map(u16::to_string).collect();
             what.push(format!("NPU {}", list.join(", ")));
         }
+        if let Some(container) = &target.process.container {
+            what.push(format!("container {}", container.id.get(..12).unwrap_or(&container.id)));
+        }
+        if let Some(pid) = target.process.own_pid {
+            what.push(format!("there process {pid}"));
+        }
         let missing =
             self.attacher.sites().iter().filter(|s| s.scope == target.scope && s.failure().is_some()).count();
         let mut sites = format!("{} sites in {} libraries", attached.reached, attached.libraries);
@@ -813,6 +819,8 @@ impl Session<'_> {
                 Some(TargetFacts {
                     pid: *tgid,
                     command: target.process.command.clone(),
+                    container: target.process.container.clone(),
+                    own_pid: target.process.own_pid,
                     devices,
                     torch_npu: target.torch_npu.clone(),
                     python: match &target.python {

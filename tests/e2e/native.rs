@@ -336,6 +336,12 @@ fn containers_that_share_a_layer_are_counted_once() -> Result<()> {
     };
     check(&alone.finish()?.report()?, all[0].0, 0, &all[0].1)?;
     let report = tracer.stop()?.report()?;
+    let targets = report.0["targets"].as_array().into_iter().flatten();
+    let own: Vec<_> = targets
+        .filter(|target| all.iter().any(|(pid, ..)| target["pid"] == *pid))
+        .map(|target| &target["own_pid"])
+        .collect();
+    assert_eq!(own, [1, 1], "the first process of its namespace");
     for (device, (pid, wanted, _)) in all.iter().enumerate() {
         check(&report, *pid, device as u64, wanted)?;
     }

@@ -1,6 +1,7 @@
 //! Processes, their libraries, what the kernel can do, and attaching programs to sites.
 
 mod btf;
+mod container;
 pub mod kernel;
 mod loader;
 pub mod process;

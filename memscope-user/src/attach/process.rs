@@ -12,8 +12,9 @@ use std::{
     time::Duration,
 };
 
+use super::container;
 use crate::{
-    model::{Tgid, Tid},
+    model::{Container, Tgid, Tid},
     text::sanitize,
 };
 
@@ -122,6 +123,9 @@ pub struct Process {
     pub command: String,
     /// Driver ids of its logical devices, by `ASCEND_RT_VISIBLE_DEVICES` at its start.
     pub visible_devices: Option<Vec<u16>>,
+    pub container: Option<Container>,
+    /// Its id in its own PID namespace, where that is another one.
+    pub own_pid: Option<u32>,
     proc: Proc,
     pidfd: OwnedFd,
 }
@@ -207,8 +211,15 @@ impl Process {
         }
         // SAFETY: the kernel has just made this descriptor for us.
         let pidfd = unsafe { OwnedFd::from_raw_fd(fd as i32) };
-        let mut process =
-            Self { tgid, command: String::new(), visible_devices: None, proc: proc.clone(), pidfd };
+        let mut process = Self {
+            tgid,
+            command: String::new(),
+            visible_devices: None,
+            container: fs::read_to_string(proc.path(tgid, "cgroup")).ok().and_then(|s| container::parse(&s)),
+            own_pid: own_pid(proc, tgid),
+            proc: proc.clone(),
+            pidfd,
+        };
         process.check_executable()?;
         process.refresh();
         Ok(process)
@@ -312,6 +323,14 @@ impl AsFd for Process {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.pidfd.as_fd()
     }
+}
+
+/// The last of the ids in the line `NSpid:`, one for each PID namespace from ours to its own.
+fn own_pid(proc: &Proc, tgid: Tgid) -> Option<u32> {
+    let status = fs::read_to_string(proc.path(tgid, "status")).ok()?;
+    let ids = status.lines().find_map(|line| line.strip_prefix("NSpid:"))?;
+    let own = ids.split_ascii_whitespace().next_back()?.parse().ok()?;
+    (own != tgid.0).then_some(own)
 }
 
 fn leader(proc: &Proc, tid: Tgid) -> Option<Tgid> {

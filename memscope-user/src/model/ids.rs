@@ -19,6 +19,15 @@ macro_rules! id {
     };
 }
 
+/// Where a process lives.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Container {
+    /// 64 hexadecimal digits, as docker, containerd, CRI-O and podman have them.
+    pub id: String,
+    /// UID of the Kubernetes pod.
+    pub pod: Option<String>,
+}
+
 id! {
     /// A process: the id of its thread group, as the tracer's PID namespace numbers it.
     Tgid(u32)

@@ -18,7 +18,7 @@ pub use event::{
     PageType, Totals,
 };
 pub use extents::FreeSpace;
-pub use ids::{AllocationId, DeviceId, DevicePtr, Nanos, Pool, StepId, Tgid, Tid};
+pub use ids::{AllocationId, Container, DeviceId, DevicePtr, Nanos, Pool, StepId, Tgid, Tid};
 pub use ledger::{BlockRef, Change, Count, DeviceMemory, DriverUse, Ending, Ledger, PoolUse, Process};
 pub use module::Module;
 pub use stack::{Frame, Origin, Stack, Whose};

@@ -14,8 +14,8 @@ use crate::analysis::leaks::{Late, LateGroup, Like, Pattern, Reason, Verdicts};
 use crate::analysis::oom::Oom;
 use crate::analysis::reconcile::Reconciliation;
 use crate::model::{
-    AllocationId, Basis, Block, Count, DeviceId, DeviceMemory, DevicePtr, Ending, Frame, FreeSpace, Name,
-    Nanos, Pool, PoolUse, Process, Stack, StepId, Tgid, Tid, Whose,
+    AllocationId, Basis, Block, Container, Count, DeviceId, DeviceMemory, DevicePtr, Ending, Frame,
+    FreeSpace, Name, Nanos, Pool, PoolUse, Process, Stack, StepId, Tgid, Tid, Whose,
 };
 use crate::stacks::Tally;
 
@@ -76,6 +76,10 @@ pub struct Tool {
 pub struct Target {
     pub pid: Tgid,
     pub command: String,
+    /// By its cgroup.
+    pub container: Option<Container>,
+    /// Its id in its own PID namespace, where that is another one.
+    pub own_pid: Option<u32>,
     pub devices: Vec<DeviceId>,
     /// Version of the wheel, when it is one that is known.
     pub torch_npu: Option<String>,
