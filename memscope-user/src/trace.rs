@@ -29,8 +29,8 @@ use crate::{
         spawn::{Held, SpawnError},
     },
     collect::decode::{Decoder, Notice},
-    dump::{Caller, Format, OutputError, Pipeline, Place, StackStyle, rows_of},
-    model::{Change, DeviceId, Event, EventKind, Ledger, Nanos, StepRule, StepsFrom, Tgid},
+    dump::{Caller, Fact, Format, OutputError, Pipeline, Place, StackStyle, rows_of},
+    model::{Change, DeviceId, Event, EventKind, Ledger, Name, Nanos, Pool, StepRule, StepsFrom, Tgid, Tid},
     probes::catalogue::{CATALOGUE, Class},
     report::document::{Document, Dump, Events, Site, StackFacts, Target as TargetFacts, Timing, Trace},
     stacks::{Found, Interpreter, Origins, Reason},
@@ -97,6 +97,7 @@ pub struct Config {
     pub only_devices: Vec<u16>,
     pub leaks: bool,
     pub inefficient: Option<inefficient::Config>,
+    pub decompose: bool,
     /// Where dumps go; `None` writes none.
     pub output: Option<PathBuf>,
     pub formats: Vec<Format>,
@@ -230,6 +231,9 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
         Online::new(config.steps.clone(), config.leaks).with_steps_from(&config.steps, config.steps_from);
     if let Some(inefficient) = &config.inefficient {
         online = online.with_inefficient(inefficient.clone());
+    }
+    if config.decompose {
+        online = online.with_decompose();
     }
     let mut session = Session {
         online,
@@ -867,10 +871,27 @@ fn write_rows(dump: Option<&Pipeline>, config: &Config, event: &Event, change: &
     if !wanted || step.is_some_and(|step| !selects(&config.only_steps, step.0)) {
         return;
     }
-    rows_of(event, change, ledger, |row| match row.place() {
-        Some(Place::Npu(device)) if !selects(&config.only_devices, device.0) => {}
-        _ => dump.push(row),
+    rows_of(event, change, ledger, |mut row| {
+        if config.decompose
+            && let Fact::Event(EventKind::Alloc(alloc)) = &row.fact
+        {
+            row.owner = ledger.process(event.tgid).and_then(|process| owner(process, alloc.pool, event.tid));
+        }
+        match row.place() {
+            Some(Place::Npu(device)) if !selects(&config.only_devices, device.0) => {}
+            _ => dump.push(row),
+        }
     });
+}
+
+/// Labels of what a thread allocates now: the operator, and the ranges of the program.
+fn owner(process: &crate::model::Process, pool: Pool, tid: Tid) -> Option<Name> {
+    let op = process.current_op(tid).filter(|_| !matches!(pool, Pool::Hal | Pool::Host));
+    match (op, process.label(tid)) {
+        (Some(op), Some(label)) => Some(format!("ops@{op}@{label}").into()),
+        (Some(op), None) => Some(format!("ops@{op}").into()),
+        (None, label) => label.cloned(),
+    }
 }
 
 fn lost(counters: &Counters) -> u64 {

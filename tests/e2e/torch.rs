@@ -660,6 +660,81 @@ fn inefficient_blocks_are_found_as_msmemscope_finds_them() -> Result<()> {
     Ok(())
 }
 
+/// Weights, gradients, the optimizer's state and data on its way, told apart from outside.
+#[test]
+fn what_memory_is_for_is_inferred() -> Result<()> {
+    for (ground, model, optimizer) in [
+        (GROUNDS[0], "mlp", "sgd"),
+        (GROUNDS[0], "mlp", "adamw"),
+        (GROUNDS[0], "transformer", "sgd"),
+        (GROUNDS[0], "transformer", "adamw"),
+        (GROUNDS[1], "mlp", "sgd"),
+        (GROUNDS[1], "transformer", "adamw"),
+    ] {
+        if !ground.is_ready() {
+            continue;
+        }
+        let run = Run::held(ground, "decompose.py", &["--model", model, "--optimizer", optimizer], &[])?;
+        let pid = run.target.pid();
+        let tracer = Tracer::start(&["-p", &pid.to_string(), "--analysis", "decompose"])?.attached()?;
+        run.go()?;
+        let (_, lines, traced) = run.finish(tracer)?;
+        let report = traced.report()?;
+        assert_eq!(report.lost(), 0);
+        let decomposition = report.0["decomposition"].as_array().into_iter().flatten();
+        let device = decomposition.into_iter().find(|of| of["device"] == 0).context("no decomposition")?;
+        let truth: Vec<(u64, &Value)> = lines
+            .iter()
+            .filter(|line| line["event"] == "tensor")
+            .map(|line| (line["ptr"].as_u64().unwrap_or(0), &line["kind"]))
+            .collect();
+        let (mut right, mut all, mut wrong) = (0, 0, Vec::new());
+        for block in device["blocks"].as_array().into_iter().flatten().filter(|block| block["pool"] == "PTA")
+        {
+            let (ptr, size) =
+                (block["ptr"].as_str().map_or(0, memscope_e2e::pointer), block["size"].as_u64().unwrap_or(0));
+            let kind = truth.iter().find(|(at, _)| (ptr..ptr + size).contains(at)).map(|(_, kind)| *kind);
+            all += size;
+            if kind == Some(&block["class"]) {
+                right += size;
+            } else {
+                wrong.push(format!("{kind:?}: {block}"));
+            }
+        }
+        let what = format!("{ground:?} {model} {optimizer}: {right} of {all} bytes; {wrong:#?}");
+        eprintln!("{}", what.lines().next().unwrap_or_default());
+        assert!(all > 1 << 20 && right * 100 >= 95 * all, "{what}");
+
+        let kinds: BTreeSet<String> = truth.iter().map(|(_, kind)| kind.to_string()).collect();
+        assert_eq!(kinds.len(), 4, "{kinds:?}");
+        let sum = |list: &str| -> u64 {
+            let shares = device[list].as_array().into_iter().flatten();
+            shares.filter_map(|share| share["live_bytes"].as_u64()).sum()
+        };
+        let live = device["live_bytes"].as_u64().unwrap_or(0);
+        assert_eq!([sum("classes"), sum("operators"), sum("labels")], [live; 3]);
+        let labels = device["labels"].as_array().into_iter().flatten();
+        assert!(
+            labels
+                .into_iter()
+                .any(|label| label["name"] == "backward" && label["live_bytes"].as_u64() > Some(0)),
+            "{device:#}"
+        );
+
+        let dump = traced.dir.path().to_string_lossy().into_owned();
+        let offline = Tracer::verb(&["decompose", &dump])?;
+        assert_eq!(offline["decomposition"], report.0["decomposition"]);
+        let files = traced.dump(pid)?;
+        let mut rows = files.iter().flat_map(|file| &file.rows);
+        assert!(
+            rows.any(|row| DumpFile::attr(row, "owner")
+                .is_some_and(|owner| { owner.starts_with("PTA@ops@aclnn") && owner.ends_with("@backward") })),
+            "owners name operator and range"
+        );
+    }
+    Ok(())
+}
+
 /// Wall clock minus monotonic clock, in ns.
 fn wall_clock_offset() -> i64 {
     let read = |id| {

@@ -14,7 +14,7 @@
 
 mod ops;
 mod repetition;
-mod roles;
+pub(super) mod roles;
 mod training;
 
 use std::collections::VecDeque;

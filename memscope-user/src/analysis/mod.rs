@@ -1,6 +1,7 @@
 //! What the events mean: one file per analysis, all over the same event stream.
 
 pub mod compare;
+pub mod decompose;
 pub mod fluctuation;
 pub mod inefficient;
 pub mod infer_steps;
@@ -12,6 +13,7 @@ pub mod reconcile;
 
 use crate::model::{Change, Event, Ledger, Nanos, StepRule, StepsFrom};
 
+use decompose::Decompose;
 use fluctuation::Fluctuation;
 use inefficient::Inefficient;
 use infer_steps::StepInference;
@@ -42,6 +44,8 @@ pub struct Online {
     pub marks: Marks,
     /// `None` when it was not asked for.
     pub inefficient: Option<Inefficient>,
+    /// `None` when it was not asked for.
+    pub decompose: Option<Decompose>,
 }
 
 impl Online {
@@ -62,6 +66,10 @@ impl Online {
 
     pub fn with_inefficient(self, config: inefficient::Config) -> Self {
         Online { inefficient: Some(Inefficient::new(config)), ..self }
+    }
+
+    pub fn with_decompose(self) -> Self {
+        Online { decompose: Some(Decompose::default()), ..self }
     }
 
     /// Feeds one event. Events that are certain are told on, with what they changed, to those who write them elsewhere.
@@ -107,6 +115,9 @@ impl Online {
         self.marks.observe(event, &change, &self.ledger);
         if let Some(inefficient) = &mut self.inefficient {
             inefficient.observe(event, &change, &self.ledger);
+        }
+        if let Some(decompose) = &mut self.decompose {
+            decompose.observe(event, &change, &self.ledger);
         }
         change
     }

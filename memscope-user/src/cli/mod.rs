@@ -3,6 +3,7 @@
 mod check;
 mod compare;
 mod convert;
+mod decompose;
 mod inefficient;
 mod leaks;
 mod list;
@@ -60,6 +61,8 @@ enum Command {
     Compare(compare::CompareArgs),
     /// Find memory in dumps that is held without being used
     Inefficient(inefficient::InefficientArgs),
+    /// Whose memory it is, from dumps: by module, pool, operator, label, and what it is for
+    Decompose(decompose::DecomposeArgs),
     /// What was asked, free and held when an allocation failed
     Oom(oom::OomArgs),
     /// Write a dump in another format
@@ -144,6 +147,7 @@ pub fn main() -> ExitCode {
         Some(Command::Leaks(args)) => leaks::run(args),
         Some(Command::Compare(args)) => compare::run(args),
         Some(Command::Inefficient(args)) => inefficient::run(args),
+        Some(Command::Decompose(args)) => decompose::run(args),
         Some(Command::Oom(args)) => oom::run(args),
         Some(Command::Convert(args)) => convert::run(args),
         Some(Command::Check(args)) => check::run(args),

@@ -57,7 +57,7 @@ pub struct TraceArgs {
     /// analyses that need them
     #[arg(long, value_name = "LIST", default_value = "alloc,free,launch", help_heading = "What to look at")]
     events: List<EventWord>,
-    /// What to look for [leaks, inefficient, none]
+    /// What to look for [leaks, inefficient, decompose, none]
     #[arg(long, value_name = "LIST", default_value = "leaks", help_heading = "What to look at")]
     analysis: List<AnalysisWord>,
     /// Stacks of allocations: the lines of the program that led to them, so many frames at most
@@ -120,7 +120,7 @@ pub struct TraceArgs {
 
 words! { Level: "level" { Op = "op" | "0", Kernel = "kernel" | "1" } }
 words! { EventWord: "kind of event" { Alloc = "alloc", Free = "free", Launch = "launch", Access = "access", None = "none" } }
-words! { AnalysisWord: "analysis" { Leaks = "leaks", Inefficient = "inefficient", None = "none" } }
+words! { AnalysisWord: "analysis" { Leaks = "leaks", Inefficient = "inefficient", Decompose = "decompose", None = "none" } }
 words! { FormatWord: "format" { Csv = "csv", Db = "db" } }
 words! { FailWord: "finding" { Leaks = "leaks", Inefficient = "inefficient" } }
 words! { FramesWord: "choice of frames" { User = "user", All = "all" } }
@@ -196,7 +196,8 @@ impl TraceArgs {
         if inefficient.is_none() && self.rules.given() {
             anyhow::bail!("--rules, --type, --mem-size and thresholds need --analysis inefficient");
         }
-        if inefficient.is_some() || has(EventWord::Access) {
+        let decompose = looks_for(AnalysisWord::Decompose);
+        if inefficient.is_some() || decompose || has(EventWord::Access) {
             classes.insert(Class::Access);
             if classes.contains(&Class::Launch) {
                 classes.insert(Class::LaunchAccess);
@@ -219,6 +220,7 @@ impl TraceArgs {
             only_devices,
             leaks: looks_for(AnalysisWord::Leaks),
             inefficient,
+            decompose,
             output: (!self.no_dump).then_some(self.output),
             formats: self.format.0.iter().map(|word| word.format()).collect(),
             dump: DumpSelection { memory, launches, accesses: !off },

@@ -1,7 +1,8 @@
 //! Which operator a tensor is given to, and what the operator does with it.
 //!
-//! An operator's tensors are described one by one, in the order of its arguments, by the thread that then names the
-//! operator. Where the operator is known from before, only their addresses are told; where it turns out not to be, their
+//! An operator's tensors are described one by one, its last argument first (as GCC evaluates the arguments of a call), by
+//! the thread that then names the operator. Where the operator is known from before, only their addresses are told, in the
+//! order of the arguments; where it turns out not to be, their
 //! addresses come first and then all of them are described.
 
 use crate::model::{Access, AccessKind, DevicePtr, Name};
@@ -44,6 +45,9 @@ impl Operands {
 
     /// The operator is named, and takes them all.
     pub fn take(&mut self, op: &Name, accesses: &mut Vec<Access>) {
+        if self.told == 0 {
+            self.waiting.reverse();
+        }
         let count = self.waiting.len();
         let roles = Roles::of(op);
         accesses.extend(self.waiting.drain(..).enumerate().map(|(index, (ptr, size))| Access {
@@ -133,12 +137,12 @@ mod tests {
     #[test]
     fn an_operator_takes_what_was_described_since_the_last() {
         let mut operands = Operands::default();
-        operands.describe(0x10, 8);
+        operands.describe(0x20, 16);
         operands.describe(0, 8);
-        operands.describe(0x20, 16);
+        operands.describe(0x10, 8);
         assert_eq!(taken(&mut operands, "aclnnAbs"), [(0x10, 8, Read), (0x20, 16, Write)]);
-        operands.describe(0x20, 16);
         operands.describe(0x10, 16);
+        operands.describe(0x20, 16);
         assert_eq!(taken(&mut operands, "aclnnInplaceAdd"), [(0x20, 16, Write), (0x10, 16, Read)]);
         assert_eq!(taken(&mut operands, "aclnnInplaceAdd"), []);
         operands.describe(0x20, 16);
@@ -153,8 +157,8 @@ mod tests {
         assert_eq!(taken(&mut operands, "aclnnAbs"), [(0x10, 0, Read), (0x20, 0, Write)]);
         operands.tell(0x10);
         operands.tell(0x20);
-        operands.describe(0x10, 4);
         operands.describe(0x20, 4);
+        operands.describe(0x10, 4);
         assert_eq!(taken(&mut operands, "aclnnAbs"), [(0x10, 4, Read), (0x20, 4, Write)]);
     }
 

@@ -6,6 +6,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::block::Blocks;
 use super::extents::{self, FreeSpace};
+use super::labels::Labels;
 use super::segments::{Candidate, Growth, Pending, Unclaimed};
 use super::steps::{Boundary, StepRule, Steps, StepsFrom};
 use super::{
@@ -129,6 +130,7 @@ pub struct Process {
     only_device: OnlyDevice,
     threads: FxHashMap<Tid, Thread>,
     steps: Steps,
+    labels: Labels,
     unclaimed: Unclaimed,
     /// Where physical memory is mapped, with the bytes there: by address, to the handle.
     mapped: BTreeMap<DevicePtr, (u64, DevicePtr)>,
@@ -284,6 +286,7 @@ impl Process {
             only_device: OnlyDevice::NoneYet,
             threads: FxHashMap::default(),
             steps: Steps::default(),
+            labels: Labels::default(),
             unclaimed: Unclaimed::default(),
             mapped: BTreeMap::new(),
             unknown_frees: Default::default(),
@@ -348,6 +351,11 @@ impl Process {
         self.lost_frees[pool as usize]
     }
 
+    /// The texts of the ranges in which a thread is, without those that are steps: from the outermost, joined with `@`.
+    pub fn label(&self, tid: Tid) -> Option<&Name> {
+        self.labels.of(tid)
+    }
+
     /// What is free in the segments that a pool has on a device, as far as they were seen. `None` without any, and where
     /// it is not known at what addresses they are (dumps do not say where physical memory is mapped).
     pub fn free_space(&self, pool: Pool, device: Option<DeviceId>) -> Option<FreeSpace> {
@@ -387,6 +395,13 @@ impl Process {
     }
 
     fn apply(&mut self, event: &Event, rule: &StepRule, steps_from: StepsFrom) -> Change {
+        match &event.kind {
+            EventKind::RangeBegin { range, text, .. } if !rule.begins_step(&event.kind) => {
+                self.labels.begin(event.tid, *range, text);
+            }
+            EventKind::RangeEnd { range: Some(range) } => self.labels.end(*range),
+            _ => {}
+        }
         match &event.kind {
             EventKind::Alloc(alloc) => self.alloc(event, alloc),
             EventKind::Free(free) => self.free(event, free),

@@ -4,6 +4,7 @@ mod block;
 mod event;
 mod extents;
 mod ids;
+mod labels;
 mod ledger;
 mod module;
 mod segments;

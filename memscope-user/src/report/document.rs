@@ -8,6 +8,7 @@ use std::sync::Arc;
 use serde::{Serialize, ser::SerializeStruct};
 
 use crate::analysis::Online;
+use crate::analysis::decompose::Decomposition;
 use crate::analysis::fluctuation::Extremes;
 use crate::analysis::inefficient;
 use crate::analysis::leaks::{Late, LateGroup, Like, Pattern, Reason, Verdicts};
@@ -39,6 +40,8 @@ pub struct Document {
     pub processes: Vec<ProcessFacts>,
     /// `None` when it was not asked for.
     pub inefficient: Option<inefficient::Report>,
+    /// Empty when it was not asked for.
+    pub decomposition: Vec<Decomposition>,
     pub dump: Option<Dump>,
     pub timing: Timing,
     /// What else the reader must know to judge the figures.
@@ -411,6 +414,7 @@ impl Document {
         let mut steps = Vec::new();
         let mut devices = Vec::new();
         let mut processes = Vec::new();
+        let mut decomposition = Vec::new();
         for (position, process) in online.ledger.processes().iter().enumerate() {
             steps.extend(process.steps().list().iter().map(|step| Step {
                 pid: process.tgid,
@@ -421,6 +425,8 @@ impl Document {
             }));
             devices.extend(process_devices(position, process, online));
             processes.push(process_facts(position, process, online));
+            let of = online.decompose.as_ref().map(|decompose| decompose.of(position, &online.ledger));
+            decomposition.extend(of.unwrap_or_default());
         }
         devices.sort_by_key(|device| (device.pid, device.device.is_none(), device.device));
         Document {
@@ -433,6 +439,7 @@ impl Document {
             steps,
             devices,
             processes,
+            decomposition,
             inefficient: online.inefficient.as_ref().map(inefficient::Inefficient::report),
             dump: trace.dump,
             timing: trace.timing,

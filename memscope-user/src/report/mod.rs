@@ -1,5 +1,6 @@
 //! What people read, and what their programs read.
 
+pub mod decompose;
 pub mod document;
 pub mod inefficient;
 mod select;

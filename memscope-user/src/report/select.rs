@@ -14,6 +14,7 @@ impl Document {
         if !devices.is_empty() {
             let keep = |device: Option<DeviceId>| device.is_none_or(|d| devices.contains(&d.0));
             self.devices.retain(|device| keep(device.device));
+            self.decomposition.retain(|of| keep(of.device));
             if let Some(inefficient) = &mut self.inefficient {
                 inefficient.pools.retain(|pool| keep(pool.device));
             }

@@ -9,7 +9,7 @@ use crate::model::{DeviceId, Frame, Name, Pool, StepId, Tgid, Tid, Whose};
 use super::document::{
     BlockFacts, Device, Document, FreeFacts, OomFacts, PoolFacts, ReconciliationFacts, StackOf,
 };
-use super::{inefficient, units};
+use super::{decompose, inefficient, units};
 
 /// Lines of each list; the rest is counted.
 const GROUPS_SHOWN: usize = 20;
@@ -35,6 +35,9 @@ pub fn render(document: &Document, colour: bool, all_frames: bool) -> String {
     report.fluctuation(&mut out);
     if let Some(found) = &document.inefficient {
         inefficient::write_report(&mut out, found, &report.paint);
+    }
+    if !document.decomposition.is_empty() {
+        decompose::write_trees(&mut out, document, &report.paint);
     }
     report.memory(&mut out);
     report.trace(&mut out);

@@ -40,7 +40,7 @@ const OPTIMIZERS: [&str; 10] = [
 ];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Roles {
+pub(in crate::analysis) struct Roles {
     /// Computes gradients.
     pub backward: bool,
     /// Nothing but optimizers has it.

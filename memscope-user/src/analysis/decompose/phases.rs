@@ -1,0 +1,106 @@
+//! In which phase of training a process is, and what its use of a block in each tells of it.
+
+use rustc_hash::FxHashMap;
+
+use crate::analysis::infer_steps::roles::Roles;
+use crate::model::{Access, AccessKind, Name, Tid};
+
+use super::Class;
+
+/// Distinct names whose roles are kept.
+const NAMES_MAX: usize = 1 << 14;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) enum Phase {
+    #[default]
+    Forward,
+    Backward,
+    Optimizer,
+}
+
+/// The phases of one process, told from its operators: backward passes by their names, the optimizer by what only it
+/// does, or by arithmetic on the thread that had waited for the backward pass.
+#[derive(Debug, Default)]
+pub(super) struct Phases {
+    now: Phase,
+    /// Of the backward pass.
+    backward: Option<Tid>,
+    /// The latest operator, its thread, and whether its uses tell anything.
+    operator: Option<(Tid, Name, bool)>,
+    roles: FxHashMap<Name, Roles>,
+}
+
+impl Phases {
+    pub fn operator(&mut self, tid: Tid, name: &Name) {
+        if self.roles.len() >= NAMES_MAX {
+            self.roles.clear();
+        }
+        let roles = *self.roles.entry(name.clone()).or_insert_with(|| Roles::of(name));
+        let arithmetic = roles.update || roles.elementwise || roles.zeroes || roles.fills;
+        self.now = match self.now {
+            _ if roles.backward => {
+                self.backward = Some(tid);
+                Phase::Backward
+            }
+            Phase::Backward if roles.update => Phase::Optimizer,
+            Phase::Backward if self.backward != Some(tid) && arithmetic => Phase::Optimizer,
+            Phase::Backward if self.backward != Some(tid) => Phase::Forward,
+            Phase::Optimizer if !arithmetic => Phase::Forward,
+            now => now,
+        };
+        self.operator = Some((tid, name.clone(), !roles.zeroes));
+    }
+
+    pub fn step(&mut self) {
+        self.now = Phase::Forward;
+    }
+
+    /// The phase of a use, if it tells anything: a copy does not, and neither does setting to zero.
+    pub fn of(&self, tid: Tid, access: &Access) -> Option<Phase> {
+        let (of, name, tells) = self.operator.as_ref()?;
+        (*tells && *of == tid && access.op.as_ref() == Some(name)).then_some(self.now)
+    }
+}
+
+/// How a block has been used so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Uses(u8);
+
+impl Uses {
+    const ANY: u8 = 1 << 0;
+    const FORWARD: u8 = 1 << 1;
+    const BACKWARD: u8 = 1 << 2;
+    const OPTIMIZER: u8 = 1 << 3;
+    const CHANGED: u8 = 1 << 4;
+
+    pub fn add(&mut self, phase: Option<Phase>, kind: AccessKind) {
+        self.0 |= Self::ANY;
+        self.0 |= match phase {
+            None => 0,
+            Some(Phase::Forward) => Self::FORWARD,
+            Some(Phase::Backward) => Self::BACKWARD,
+            Some(Phase::Optimizer) if kind == AccessKind::Read => Self::OPTIMIZER,
+            Some(Phase::Optimizer) => Self::OPTIMIZER | Self::CHANGED,
+        };
+    }
+
+    fn has(self, use_: u8) -> bool {
+        self.0 & use_ != 0
+    }
+
+    /// - A weight is computed with, and changed by the optimizer.
+    /// - A gradient comes from the backward pass and goes to the optimizer.
+    /// - What only the optimizer uses is its state.
+    /// - Everything else that is used is data on its way.
+    pub fn class(self) -> Class {
+        match self {
+            _ if !self.has(Self::ANY) => Class::Unknown,
+            _ if self.has(Self::OPTIMIZER) && self.has(Self::FORWARD) && self.has(Self::CHANGED) => {
+                Class::Weight
+            }
+            _ if self.has(Self::FORWARD) || !self.has(Self::OPTIMIZER) => Class::Activation,
+            _ if self.has(Self::BACKWARD) => Class::Gradient,
+            _ => Class::OptimizerState,
+        }
+    }
+}

@@ -1,0 +1,117 @@
+use super::*;
+use crate::analysis::Online;
+use crate::model::testing::{MAIN, MIB, Script};
+use crate::model::{Access, AccessKind, StepRule, Tid};
+
+const AUTOGRAD: Tid = Tid(101);
+
+fn fed(script: &Script) -> Online {
+    let mut online = Online::new(StepRule::default(), false).with_decompose();
+    for event in &script.events {
+        online.apply(event);
+    }
+    online
+}
+
+fn op(script: &mut Script, tid: Tid, name: &str, used: &[(u64, AccessKind)]) {
+    script.push(tid, EventKind::Op { name: name.into() });
+    for (ptr, kind) in used {
+        let op = Some(name.into());
+        let access = Access { pool: None, ptr: DevicePtr(*ptr), size: 4, kind: *kind, op };
+        script.push(tid, EventKind::Access(access));
+    }
+}
+
+const WEIGHT: u64 = 0x10_0000;
+const STATE: u64 = 0x20_0000;
+const GRADIENT: u64 = 0x30_0000;
+const OUTPUT: u64 = 0x40_0000;
+
+/// A step of SGD with momentum on one weight.
+fn step(script: &mut Script, first: bool) {
+    use AccessKind::{Read, Write};
+    let range = script.range(MAIN, "step start");
+    let forward = script.range(MAIN, "forward");
+    script.alloc(OUTPUT, 8 * MIB);
+    op(script, MAIN, "aclnnMm", &[(0x1, Read), (WEIGHT + 64, Read), (OUTPUT, Write)]);
+    script.range_end(MAIN, forward);
+    let backward = script.range(MAIN, "backward");
+    script.push(
+        AUTOGRAD,
+        EventKind::Alloc(crate::model::Alloc {
+            pool: Pool::Pta,
+            device: Some(DeviceId(0)),
+            ptr: DevicePtr(GRADIENT),
+            size: MIB,
+            totals: None,
+            driver: None,
+            stack: None,
+        }),
+    );
+    op(script, AUTOGRAD, "aclnnThresholdBackward", &[(OUTPUT, Read), (GRADIENT, Write)]);
+    script.free(OUTPUT);
+    script.range_end(MAIN, backward);
+    if first {
+        script.alloc(STATE, MIB);
+        op(script, MAIN, "aclnnInplaceCopy", &[(STATE, Write), (GRADIENT, Read)]);
+    } else {
+        op(script, MAIN, "aclnnInplaceMuls", &[(STATE, Write)]);
+        op(script, MAIN, "aclnnInplaceAdd", &[(STATE, Write), (GRADIENT, Read)]);
+    }
+    op(script, MAIN, "aclnnInplaceAdd", &[(WEIGHT, Write), (STATE, Read)]);
+    script.range_end(MAIN, range);
+}
+
+#[test]
+fn what_a_block_is_for_shows_in_the_phases_that_use_it() {
+    let mut script = Script::new();
+    script.alloc(WEIGHT, MIB);
+    step(&mut script, true);
+    script.free(GRADIENT);
+    step(&mut script, false);
+    let online = fed(&script);
+    let decompose = online.decompose.as_ref().unwrap_or_else(|| panic!("asked for"));
+    let [device] = &decompose.of(0, &online.ledger)[..] else { panic!("one device") };
+    let classes: Vec<_> = device
+        .classes
+        .iter()
+        .map(|of| (of.class.name(), of.share.live_bytes / MIB, of.share.peak_bytes / MIB, of.inferred))
+        .collect();
+    assert_eq!(
+        classes,
+        [
+            ("weight", 1, 1, true),
+            ("gradient", 1, 1, true),
+            ("optimizer_state", 1, 1, true),
+            ("activation", 0, 8, true)
+        ]
+    );
+    assert_eq!((device.live_bytes, device.peak_bytes), (3 * MIB, 11 * MIB), "the peak is in the second step");
+
+    // The step itself is no label, and the backward pass has that of the thread that waits for it.
+    let labels: Vec<_> = device
+        .labels
+        .iter()
+        .map(|of| (of.name.as_deref(), of.share.live_bytes / MIB, of.share.peak_bytes / MIB))
+        .collect();
+    assert_eq!(labels, [(Some("forward"), 0, 8), (None, 2, 2), (Some("backward"), 1, 1)]);
+    let sums = [
+        device.operators.iter().map(|of| of.share.peak_bytes).sum::<u64>(),
+        device.labels.iter().map(|of| of.share.peak_bytes).sum(),
+        device.classes.iter().map(|of| of.share.peak_bytes).sum(),
+    ];
+    assert_eq!(sums, [11 * MIB; 3]);
+}
+
+#[test]
+fn a_process_that_ends_is_decomposed_as_it_was() {
+    let mut script = Script::new();
+    script.alloc(WEIGHT, MIB);
+    step(&mut script, true);
+    let before = fed(&script);
+    script.push(MAIN, EventKind::Exit);
+    let after = fed(&script);
+    let of = |online: &Online| online.decompose.as_ref().map(|decompose| decompose.of(0, &online.ledger));
+    assert_eq!(of(&after), of(&before));
+    assert_eq!(of(&after).map(|devices| devices[0].live_bytes), Some(3 * MIB));
+}

@@ -1,0 +1,38 @@
+//! `memscope-trace decompose DUMP`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::{
+    Verdict,
+    offline::{document, print_json},
+    steps::StepArgs,
+};
+use crate::{analysis::Online, report::decompose::render};
+
+#[derive(Debug, Args)]
+pub struct DecomposeArgs {
+    /// Dumps: files (csv, db), or directories that stand for all dumps in them. What blocks are for is inferred only
+    /// from dumps with accesses (written with --analysis decompose)
+    #[arg(required = true, value_name = "DUMP")]
+    dumps: Vec<PathBuf>,
+    #[command(flatten)]
+    step: StepArgs,
+    /// As one JSON document: the report of live tracing
+    #[arg(long)]
+    json: bool,
+}
+
+pub(super) fn run(args: DecomposeArgs) -> anyhow::Result<Verdict> {
+    let rule = args.step.rule();
+    let mut online =
+        Online::new(rule.clone(), false).with_steps_from(&rule, args.step.source()).with_decompose();
+    let document = document(&args.dumps, &mut online)?;
+    if args.json {
+        print_json(&document)?;
+    } else {
+        print!("{}", render(&document, false));
+    }
+    Ok(Verdict::Fine)
+}

@@ -1,0 +1,147 @@
+//! Whose memory it is, as a tree: the driver's by module, then each pool with what it hands out.
+
+use std::fmt::Write;
+
+use crate::analysis::decompose::{ClassShare, Decomposition, NamedShare, Share};
+use crate::model::Pool;
+
+use super::document::{Device, Document};
+use super::terminal::{Paint, device_name, line};
+use super::units;
+
+/// Operators and labels shown of each pool; the rest is added up.
+const NAMES_SHOWN: usize = 8;
+
+/// Renders the trees alone.
+pub fn render(document: &Document, colour: bool) -> String {
+    let mut out = String::new();
+    write_trees(&mut out, document, &Paint { colour });
+    if out.is_empty() {
+        line(&mut out, "No device memory was allocated.");
+    }
+    out
+}
+
+pub(super) fn write_trees(out: &mut String, document: &Document, paint: &Paint) {
+    let several = document.decomposition.iter().any(|of| of.pid != document.decomposition[0].pid);
+    for device in document.devices.iter().filter(|device| device.device.is_some()) {
+        let pools =
+            document.decomposition.iter().find(|of| of.pid == device.pid && of.device == device.device);
+        let process = if several { format!("process {} ", device.pid) } else { String::new() };
+        let heading =
+            format!("Memory of {process}{}: now, and at the peak of its pools", device_name(device.device));
+        line(out, &paint.heading(&heading));
+        driver(out, device);
+        if let Some(pools) = pools {
+            write_pools(out, device, pools);
+        }
+    }
+}
+
+fn driver(out: &mut String, device: &Device) {
+    let Some(reconciliation) = &device.reconciliation else { return };
+    for module in &reconciliation.modules {
+        let name = module.module.as_deref().unwrap_or("unknown module");
+        line(out, &format!("  CANN@{name:<24} {:>10}", units::bytes(module.bytes)));
+    }
+}
+
+fn write_pools(out: &mut String, device: &Device, of: &Decomposition) {
+    let mut pools: Vec<Pool> = of.classes.iter().map(|class| class.pool).collect();
+    pools.dedup();
+    for pool in pools {
+        let sum = |part: fn(&Share) -> u64| {
+            units::sum(of.classes.iter().filter(|class| class.pool == pool).map(|class| part(&class.share)))
+        };
+        let mut text = row(
+            pool.name(),
+            2,
+            &Share { live_bytes: sum(|s| s.live_bytes), peak_bytes: sum(|s| s.peak_bytes), live_blocks: 0 },
+        );
+        let facts = device.pools.iter().find(|facts| facts.pool == pool);
+        if let Some((reserved, allocated)) = facts.and_then(|facts| facts.reserved.zip(facts.allocated)) {
+            let _ = write!(
+                text,
+                "  of {} reserved, {} unused",
+                units::bytes(reserved),
+                units::bytes(reserved.saturating_sub(allocated))
+            );
+        }
+        line(out, &text);
+        for class in of.classes.iter().filter(|class| class.pool == pool) {
+            line(out, &class_row(class));
+        }
+        names(out, "by operator", pool, &of.operators, |name| format!("{pool}@ops@{name}"));
+        if of.labels.iter().any(|label| label.pool == pool && label.name.is_some()) {
+            names(out, "by range", pool, &of.labels, |name| format!("{pool}@{name}"));
+        }
+    }
+}
+
+fn class_row(class: &ClassShare) -> String {
+    let inferred = if class.inferred { " (inferred)" } else { "" };
+    row(&format!("{}{inferred}", class.class.name()), 4, &class.share)
+}
+
+fn names(out: &mut String, heading: &str, pool: Pool, shares: &[NamedShare], path: impl Fn(&str) -> String) {
+    let shares: Vec<&NamedShare> = shares.iter().filter(|of| of.pool == pool).collect();
+    line(out, &format!("    {heading}"));
+    for of in shares.iter().take(NAMES_SHOWN) {
+        let name = of.name.as_deref().map_or_else(|| "none".to_owned(), &path);
+        line(out, &row(&name, 6, &of.share));
+    }
+    if let Some(more) = shares.get(NAMES_SHOWN..).filter(|more| !more.is_empty()) {
+        let sum = |part: fn(&Share) -> u64| units::sum(more.iter().map(|of| part(&of.share)));
+        let share =
+            Share { live_bytes: sum(|s| s.live_bytes), peak_bytes: sum(|s| s.peak_bytes), live_blocks: 0 };
+        line(out, &row(&format!("{} more", more.len()), 6, &share));
+    }
+}
+
+/// Bytes now and at the peak.
+fn row(name: &str, indent: usize, share: &Share) -> String {
+    let width = 32 - indent;
+    format!(
+        "{:indent$}{name:<width$} {:>10} {:>10}",
+        "",
+        units::bytes(share.live_bytes),
+        units::bytes(share.peak_bytes)
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::analysis::Online;
+    use crate::model::testing::{MIB, Script};
+    use crate::model::{Module, StepRule};
+    use crate::report::document::Trace;
+
+    #[test]
+    fn the_tree_goes_from_the_driver_to_the_operators() {
+        let mut script = Script::new();
+        script.hal(0x1000, 3 * MIB, Module::RUNTIME).hal(0x4000_0000, 20 * MIB, Module::APP).op("aclnnMm");
+        script.alloc_in(Pool::Pta, 0, 0x4000_0000, 5 * MIB, Some((5 * MIB, 20 * MIB)));
+        script.alloc_in(Pool::Pta, 0, 0x4100_0000, 2 * MIB, Some((7 * MIB, 20 * MIB)));
+        script.free_in(Pool::Pta, 0x4100_0000, Some((5 * MIB, 20 * MIB)));
+        let mut online = Online::new(StepRule::default(), false).with_decompose();
+        for event in &script.events {
+            online.apply(event);
+        }
+        let text = render(&Document::new(Trace::default(), &online), false);
+        assert_eq!(
+            text,
+            "\
+Memory of device 0: now, and at the peak of its pools
+  CANN@APP                       20.0 MiB
+  CANN@RUNTIME                   3.00 MiB
+  PTA                              5.00 MiB   7.00 MiB  of 20.0 MiB reserved, 15.0 MiB unused
+    unknown                        5.00 MiB   7.00 MiB
+    by operator
+      PTA@ops@aclnnMm              5.00 MiB   7.00 MiB
+"
+        );
+        let nothing = Document::new(Trace::default(), &Online::new(StepRule::default(), false));
+        assert_eq!(render(&nothing, false), "No device memory was allocated.\n");
+    }
+}
