@@ -42,7 +42,7 @@ fn driver(out: &mut String, device: &Device) {
     let Some(reconciliation) = &device.reconciliation else { return };
     for module in &reconciliation.modules {
         let name = module.module.as_deref().unwrap_or("unknown module");
-        line(out, &format!("  CANN@{name:<24} {:>10}", units::bytes(module.bytes)));
+        line(out, &format!("  CANN@{name:<25} {:>10}", units::bytes(module.bytes)));
     }
 }
 
@@ -133,8 +133,8 @@ mod tests {
             text,
             "\
 Memory of device 0: now, and at the peak of its pools
-  CANN@APP                       20.0 MiB
-  CANN@RUNTIME                   3.00 MiB
+  CANN@APP                         20.0 MiB
+  CANN@RUNTIME                     3.00 MiB
   PTA                              5.00 MiB   7.00 MiB  of 20.0 MiB reserved, 15.0 MiB unused
     unknown                        5.00 MiB   7.00 MiB
     by operator
