@@ -38,7 +38,7 @@ mod tests {
             (format!("0::/machine.slice/libpod-{ID}.scope/container"), None),
             (format!("0::/kubepods.slice/kubepods-pod{slice}.slice/cri-containerd-{ID}.scope"), Some(uid)),
             (format!("4:cpu:/kubepods/burstable/pod{uid}/{ID}"), Some(uid)),
-            (format!("0::/kubepods-besteffort-pod{slice}.slice:cri-containerd:{ID}"), None),
+            (format!("0::/kubepods-besteffort-pod{slice}.slice:cri-containerd:{ID}"), Some(uid)),
         ] {
             let container = parse(&path);
             assert_eq!(container, Some(Container { id: ID.into(), pod: pod.map(str::to_owned) }), "{path}");
