@@ -10,8 +10,8 @@
 //!   batches is a leak, wherever the trace ends. (See [`Old`] for what frees of older blocks say of d.)
 //! - Else it is a leak.
 //!
-//! Alike are blocks of one pool, device, operator, and place in the program; where the place is not known, of one size
-//! class (four to a power of two) instead: sequences differ in length from step to step. What is known of blocks without a place is held to be true of those with one too, and the
+//! Alike are blocks of one pool, device, size class (four to a power of two), operator, and place in the program
+//! where that is known. What is known of blocks without a place is held to be true of those with one too, and the
 //! other way round. A leak is recurring when its like leaked in two or more steps; else it happened once: state that was built late.
 //!
 //! Which driver blocks are judged: the program's own ([`Block::belongs_to_program`]), not segments of pools
@@ -49,7 +49,6 @@ const GROWING_STEPS: usize = 3;
 pub struct Like {
     pub pool: Pool,
     pub device: Option<DeviceId>,
-    /// 0 where the place is known.
     class: u16,
     pub op: Option<Name>,
     /// The line of the program that wanted it.
@@ -58,10 +57,8 @@ pub struct Like {
 
 impl Like {
     fn of(block: &Block) -> Self {
-        match block.stack.as_ref().and_then(|stack| stack.place()).cloned() {
-            Some(place) => Like { place: Some(place), class: 0, ..Like::anywhere(block) },
-            None => Like::anywhere(block),
-        }
+        let place = block.stack.as_ref().and_then(|stack| stack.place()).cloned();
+        Like { place, ..Like::anywhere(block) }
     }
 
     /// The same, wherever in the program it was wanted.
@@ -358,8 +355,9 @@ impl Watched {
         if later == 0 {
             return Some(Verdict::NotJudged(Reason::LastStep));
         }
-        let longest = self.freed_late_as(block).unwrap_or_else(|| {
-            let key = (block.pool, block.device, size_class(block.size));
+        let like = Like::of(block);
+        let longest = self.freed_late_as(&like).unwrap_or_else(|| {
+            let key = (like.pool, like.device, like.class);
             let old = self.old.get(&key).map_or(0, |old| old.held(process));
             self.warm.get(&key).copied().unwrap_or(0).max(old)
         });
@@ -372,12 +370,12 @@ impl Watched {
     }
 
     /// Later steps that had ended when blocks of this kind were freed, as far as it is known which were of this kind.
-    fn freed_late_as(&self, block: &Block) -> Option<u32> {
-        let (like, anywhere) = (Like::of(block), Like::anywhere(block));
+    fn freed_late_as(&self, like: &Like) -> Option<u32> {
+        let anywhere = Like { place: None, ..like.clone() };
         if like.place.is_none() {
             return self.freed_late_anywhere.get(&bounded(anywhere, &self.freed_late_anywhere)).copied();
         }
-        let here = self.freed_late.get(&bounded(like, &self.freed_late));
+        let here = self.freed_late.get(&bounded(like.clone(), &self.freed_late));
         here.max(self.freed_late.get(&anywhere)).copied()
     }
 

@@ -600,22 +600,3 @@ fn old_frees_excuse_for_a_while_only() {
     assert_eq!(leaked(4), [], "as young as the old ones may have been");
     assert_eq!(leaked(5), [(0x30, 2, Once)]);
 }
-
-#[test]
-fn a_line_is_one_kind_of_block_whatever_their_sizes() {
-    let mut script = Script::new();
-    let size = |step: u64| MIB * (1 + step * step);
-    for step in 1..=9 {
-        script.step(|s| {
-            // A list of batches of all lengths, of which the last three are kept; and one from which nothing is taken.
-            s.alloc_at(Some(7), Whose::Own, 0x1000 * step, size(step));
-            s.alloc_at(Some(8), Whose::Own, 0x100_0000 * step, 3 * size(step));
-            if step > 3 {
-                s.free(0x1000 * (step - 3));
-            }
-        });
-    }
-    let verdicts = verdicts(&script);
-    let wanted: Vec<_> = (2..=8).map(|step| (0x100_0000 * step, step as u32, Recurring)).collect();
-    assert_eq!(leaks(&verdicts), wanted);
-}
