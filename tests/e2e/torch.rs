@@ -212,13 +212,13 @@ fn a_running_training_loop_is_traced_and_its_leaks_are_exactly_the_truth() -> Re
         if !ground.is_ready() {
             continue;
         }
-        let args = ["--steps", "36", "--step-ms", "200", "--last-block", "--leak-gradients"];
+        let args = ["--steps", "28", "--step-ms", "300", "--last-block", "--leak-gradients"];
         let run = Run::start(ground, "train_leak.py", &args, &[])?;
         run.wait_for(|line| line["event"] == "mark" && line["step"] == 3)?;
         let tracer = Tracer::start(&["-p", &run.target.pid().to_string()])?.attached()?;
         let (pid, lines, traced) = run.finish(tracer)?;
         let report = traced.report()?;
-        let seen = assert_leaks(&report, pid, &lines, 36)?;
+        let seen = assert_leaks(&report, pid, &lines, 28)?;
         assert!(seen >= 15, "{seen} whole steps seen");
         let device = report.device(pid, 0)?;
         let last = tell(&lines, "keep", Some("last"));
