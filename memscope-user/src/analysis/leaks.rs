@@ -12,7 +12,11 @@
 //!
 //! Alike are blocks of one pool, device, size class (four to a power of two), operator, and place in the program
 //! where that is known. What is known of blocks without a place is held to be true of those with one too, and the
-//! other way round. A leak is recurring when its like leaked in two or more steps; else it happened once: state that was built late.
+//! other way round. Alike are also, whatever their sizes, blocks that one call wanted: whose stacks are the same
+//! to the outermost frame (a line alone may be that of a helper through which blocks of all fates come).
+//!
+//! A leak is recurring when its like leaked in two or more steps, or, where only the call is the same, in three: caches
+//! that are filled for each new shape settle sooner. Else it happened once: state that was built late.
 //!
 //! Which driver blocks are judged: the program's own ([`Block::belongs_to_program`]), not segments of pools
 //! nor what CANN takes for itself. Pinned host memory and workspaces are kept by allocators for later use
@@ -21,12 +25,13 @@
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::sync::Arc;
 
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::model::{
-    AllocationId, Block, Change, Count, DeviceId, Event, Frame, Ledger, Name, Nanos, Pool, Process, StepId,
-    Tgid,
+    AllocationId, Block, Change, Count, DeviceId, Event, Frame, Ledger, Name, Nanos, Pool, Process, Stack,
+    StepId, Tgid, Whose,
 };
 
 use super::Analysis;
@@ -41,8 +46,11 @@ const LATE_KEPT: usize = 1000;
 /// alike whatever their operator.
 const LIKES_MAX: usize = 1 << 16;
 
-/// Steps in which a cache must have grown to count as growing for ever.
+/// Steps in which something must have grown that may be a cache, to count as growing for ever.
 const GROWING_STEPS: usize = 3;
+
+/// torch_npu's pool leaves a rest of so many bytes at most with a large block instead of splitting it off.
+const REST_MAX: u64 = 1 << 20;
 
 /// What makes blocks alike.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -58,13 +66,39 @@ pub struct Like {
 impl Like {
     fn of(block: &Block) -> Self {
         let place = block.stack.as_ref().and_then(|stack| stack.place()).cloned();
-        Like { place, ..Like::anywhere(block) }
+        let (class, op) = (size_class(block.size), block.op.clone());
+        Like { pool: block.pool, device: block.device, class, op, place }
     }
 
-    /// The same, wherever in the program it was wanted.
-    fn anywhere(block: &Block) -> Self {
-        let (class, op) = (size_class(block.size), block.op.clone());
-        Like { pool: block.pool, device: block.device, class, op, place: None }
+    fn of_any_op(self) -> Self {
+        Like { op: None, ..self }
+    }
+
+    fn anywhere(self) -> Self {
+        Like { place: None, ..self }
+    }
+
+    /// Of the sizes that may have been asked for when the block was given.
+    fn as_asked(self, block: &Block) -> impl Iterator<Item = Like> {
+        let has_rest = block.pool == Pool::Pta && block.size > REST_MAX;
+        let least = if has_rest { (block.size - REST_MAX).max(REST_MAX + 1) } else { block.size };
+        (size_class(least)..=self.class).map(move |class| Like { class, ..self.clone() })
+    }
+}
+
+/// A call of the program that wants blocks.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Call {
+    pool: Pool,
+    device: Option<DeviceId>,
+    stack: Arc<Stack>,
+}
+
+impl Call {
+    /// `None` also for a backward pass: one call of the program is behind all of its blocks.
+    fn of(block: &Block) -> Option<Self> {
+        let stack = block.stack.as_ref().filter(|stack| stack.whose() == Whose::Own)?;
+        Some(Call { pool: block.pool, device: block.device, stack: stack.clone() })
     }
 }
 
@@ -140,16 +174,42 @@ pub struct Leaks {
     processes: Vec<Watched>,
 }
 
+/// Later steps that had ended when blocks of a kind were freed: the most.
+#[derive(Debug, Default)]
+struct Held {
+    here: FxHashMap<Like, u32>,
+    /// By [`Like::anywhere`], whether or not their place is known.
+    anywhere: FxHashMap<Like, u32>,
+}
+
+impl Held {
+    fn note(&mut self, like: Like, later: u32) {
+        for (like, held) in [(like.clone().anywhere(), &mut self.anywhere), (like, &mut self.here)] {
+            let longest = held.entry(bounded(like, held)).or_default();
+            *longest = later.max(*longest);
+        }
+    }
+
+    /// Of blocks that are of this kind as far as is known.
+    fn longest(&self, like: &Like) -> Option<u32> {
+        let anywhere = like.clone().anywhere();
+        if like.place.is_none() {
+            return self.anywhere.get(&bounded(anywhere, &self.anywhere)).copied();
+        }
+        let here = self.here.get(&bounded(like.clone(), &self.here));
+        here.max(self.here.get(&anywhere)).copied()
+    }
+}
+
 #[derive(Debug, Default)]
 struct Watched {
-    /// Later steps that had ended when blocks of a kind were freed: the most.
-    freed_late: FxHashMap<Like, u32>,
-    /// The same by [`Like::anywhere`].
-    freed_late_anywhere: FxHashMap<Like, u32>,
+    freed_late: Held,
+    /// The same by the call that wanted them.
+    freed_late_of: FxHashMap<Call, u32>,
     old: FxHashMap<(Pool, Option<DeviceId>, u16), Old>,
     /// The same of blocks of the first whole step, whatever their operator: of the first blocks after attach it
     /// is not known yet.
-    warm: FxHashMap<(Pool, Option<DeviceId>, u16), u32>,
+    warm: Held,
     late: FxHashMap<Like, LateGroup>,
     largest_late: BinaryHeap<Reverse<BySize>>,
     /// Blocks judged before the trace ended.
@@ -296,14 +356,15 @@ impl Watched {
             return;
         }
         let later = later_steps(block, process);
-        let held = self.freed_late.entry(bounded(Like::of(block), &self.freed_late)).or_default();
-        *held = later.max(*held);
-        let anywhere = bounded(Like::anywhere(block), &self.freed_late_anywhere);
-        let held = self.freed_late_anywhere.entry(anywhere).or_default();
-        *held = later.max(*held);
+        self.freed_late.note(Like::of(block), later);
+        if let Some(call) = Call::of(block)
+            && (self.freed_late_of.len() < LIKES_MAX || self.freed_late_of.contains_key(&call))
+        {
+            let held = self.freed_late_of.entry(call).or_default();
+            *held = later.max(*held);
+        }
         if block.step == WARM_UP {
-            let held = self.warm.entry((block.pool, block.device, size_class(block.size))).or_default();
-            *held = later_steps(block, process).max(*held);
+            self.warm.note(Like::of(block).of_any_op(), later);
         }
         if block.step == WARM_UP || is_kept_for_use(block.pool) {
             return;
@@ -355,11 +416,11 @@ impl Watched {
         if later == 0 {
             return Some(Verdict::NotJudged(Reason::LastStep));
         }
-        let like = Like::of(block);
-        let longest = self.freed_late_as(&like).unwrap_or_else(|| {
-            let key = (like.pool, like.device, like.class);
-            let old = self.old.get(&key).map_or(0, |old| old.held(process));
-            self.warm.get(&key).copied().unwrap_or(0).max(old)
+        let longest = self.freed_late_as(block).unwrap_or_else(|| {
+            let old = self.old.get(&(block.pool, block.device, size_class(block.size)));
+            let warm =
+                Like::of(block).of_any_op().as_asked(block).filter_map(|like| self.warm.longest(&like));
+            warm.max().unwrap_or(0).max(old.map_or(0, |old| old.held(process)))
         });
         // Who outlives the end of its own step and d later ones is freed in step d + 1 after its own.
         Some(if later > longest {
@@ -369,14 +430,11 @@ impl Watched {
         })
     }
 
-    /// Later steps that had ended when blocks of this kind were freed, as far as it is known which were of this kind.
-    fn freed_late_as(&self, like: &Like) -> Option<u32> {
-        let anywhere = Like { place: None, ..like.clone() };
-        if like.place.is_none() {
-            return self.freed_late_anywhere.get(&bounded(anywhere, &self.freed_late_anywhere)).copied();
-        }
-        let here = self.freed_late.get(&bounded(like.clone(), &self.freed_late));
-        here.max(self.freed_late.get(&anywhere)).copied()
+    /// Later steps that had ended when blocks like this one were freed, as far as it is known which were.
+    fn freed_late_as(&self, block: &Block) -> Option<u32> {
+        let by_call = Call::of(block).and_then(|call| self.freed_late_of.get(&call).copied());
+        let by_kind = Like::of(block).as_asked(block).filter_map(|like| self.freed_late.longest(&like));
+        by_call.max(by_kind.max())
     }
 
     fn verdicts(&self, process: &Process) -> Verdicts {
@@ -388,26 +446,26 @@ impl Watched {
         judged.sort_unstable_by_key(|(block, _)| block.id);
 
         let mut leaked_in: FxHashMap<Like, FxHashSet<StepId>> = FxHashMap::default();
+        let mut leaked_of: FxHashMap<Call, FxHashSet<StepId>> = FxHashMap::default();
         for (block, _) in judged.iter().filter(|(_, verdict)| *verdict == Verdict::Leak) {
-            leaked_in.entry(Like::of(block)).or_default().insert(block.step);
+            for like in Like::of(block).as_asked(block) {
+                leaked_in.entry(like).or_default().insert(block.step);
+            }
+            if let Some(call) = Call::of(block) {
+                leaked_of.entry(call).or_default().insert(block.step);
+            }
         }
-        let recurring_sizes: Vec<(Like, u64)> = judged
-            .iter()
-            .filter(|(block, verdict)| {
-                *verdict == Verdict::Leak
-                    && leaked_in.get(&Like::of(block)).is_some_and(|steps| steps.len() >= 2)
-            })
-            .map(|(block, _)| (Like::of(block), block.size))
-            .collect::<FxHashMap<_, _>>()
-            .into_iter()
-            .collect();
         let steps_judged = (process.steps().last_ended().0 as usize).saturating_sub(2);
 
         let mut verdicts = Verdicts::default();
         for (block, verdict) in judged {
-            let steps = leaked_in.get(&Like::of(&block)).map_or(0, FxHashSet::len);
-            let recurring =
-                steps >= 2 || recurring_sizes.iter().any(|(like, size)| is_unsplit(&block, like, *size));
+            let steps = Like::of(&block)
+                .as_asked(&block)
+                .filter_map(|like| leaked_in.get(&like).map(FxHashSet::len))
+                .max()
+                .unwrap_or(0);
+            let of_call = || Call::of(&block).and_then(|call| leaked_of.get(&call)).map_or(0, FxHashSet::len);
+            let recurring = steps >= 2 || of_call() >= GROWING_STEPS;
             let pattern = if recurring { Pattern::Recurring } else { Pattern::Once };
             if is_kept_for_use(block.pool)
                 && (verdict != Verdict::Leak || steps < GROWING_STEPS || 2 * steps < steps_judged)
@@ -446,18 +504,6 @@ fn later_steps(block: &Block, process: &Process) -> u32 {
 /// Whether an allocator that is not seen itself keeps the pool's blocks for later use.
 fn is_kept_for_use(pool: Pool) -> bool {
     matches!(pool, Pool::Host | Pool::PtaWorkspace)
-}
-
-/// Whether a block is the like of a leaked one in a coat too large: torch_npu's pool leaves a rest of less than
-/// 1 MiB with a large block instead of splitting it off.
-fn is_unsplit(block: &Block, like: &Like, size: u64) -> bool {
-    const REST: u64 = 1 << 20;
-    block.pool == Pool::Pta
-        && (block.pool, block.device, &block.op) == (like.pool, like.device, &like.op)
-        && block.stack.as_ref().and_then(|stack| stack.place()) == like.place.as_ref()
-        && size > REST
-        && block.size > size
-        && block.size - size < REST
 }
 
 fn bounded<V>(mut like: Like, known: &FxHashMap<Like, V>) -> Like {

@@ -29,7 +29,7 @@ pub enum Origin {
 }
 
 /// Whose frames a stack has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Whose {
     /// The allocating thread's.
     Own,
@@ -37,7 +37,7 @@ pub enum Whose {
     Via,
 }
 
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq, Eq, Hash)]
 pub struct Stack {
     /// Innermost first.
     frames: Box<[Frame]>,

@@ -207,6 +207,58 @@ fn lines_of_the_program_are_judged_apart() {
     }
 }
 
+/// torch_npu gives a block that is up to 1 MiB larger than what was asked for.
+#[test]
+fn a_block_with_a_rest_is_one_of_its_ring() {
+    let larger = |by: u64| {
+        let mut script = ring(7, 0);
+        for event in &mut script.events {
+            if let EventKind::Alloc(alloc) = &mut event.kind
+                && alloc.ptr == DevicePtr(0x6000)
+            {
+                alloc.size += by;
+            }
+        }
+        leaks(&verdicts(&script))
+    };
+    assert_eq!(larger(MIB), [], "4 MiB were asked for");
+    assert_eq!(larger(3 * MIB), [(0x6000, 6, Once)], "more than 4 MiB were");
+}
+
+/// Batches of varying length that are kept, each of a size of its own.
+#[test]
+fn what_one_call_leaks_recurs_whatever_the_sizes() {
+    let run = |steps: u64, whose, line: fn(u64) -> u32| {
+        let mut script = Script::new();
+        script.step(|_| {});
+        for step in 2..=steps {
+            script.step(|s| {
+                s.alloc_at(Some(line(step)), whose, 0x1000 * step, MIB << step);
+            });
+        }
+        leaks(&verdicts(&script)).into_iter().map(|(.., pattern)| pattern).collect::<Vec<_>>()
+    };
+    assert_eq!(run(5, Whose::Own, |_| 7), [Recurring; 3]);
+    assert_eq!(run(4, Whose::Own, |_| 7), [Once; 2], "a cache that is being filled looks so");
+    assert_eq!(run(5, Whose::Via, |_| 7), [Once; 3], "all of a backward pass is of one line");
+    assert_eq!(run(5, Whose::Own, |step| step as u32), [Once; 3]);
+}
+
+#[test]
+fn what_one_call_holds_for_some_steps_is_held_whatever_the_sizes() {
+    let mut script = Script::new();
+    script.step(|_| {});
+    for step in 2..=7u64 {
+        script.step(|s| {
+            s.alloc_at(Some(7), Whose::Own, 0x1000 * step, MIB << step);
+            if step > 4 {
+                s.free(0x1000 * (step - 3));
+            }
+        });
+    }
+    assert_eq!(leaks(&verdicts(&script)), []);
+}
+
 #[test]
 fn the_longest_held_of_its_kind_counts() {
     let mut script = Script::new();
