@@ -288,8 +288,8 @@ fn from_the_first_instruction_the_live_bytes_are_the_allocators_own() -> Result<
         if !ground.is_ready() {
             continue;
         }
-        let run =
-            Run::held(ground, "train_leak.py", &["--steps", "10", "--last-block", "--end", "os-exit"], &[])?;
+        let args = ["--steps", "10", "--last-block", "--empty-cache", "--end", "os-exit"];
+        let run = Run::held(ground, "train_leak.py", &args, &[])?;
         let tracer = Tracer::start(&["-p", &run.target.pid().to_string()])?.attached()?;
         run.go()?;
         let (pid, lines, traced) = run.finish(tracer)?;
@@ -311,8 +311,10 @@ fn from_the_first_instruction_the_live_bytes_are_the_allocators_own() -> Result<
         let device = report.device(pid, 0)?;
         let pta = report.pool(device, "PTA").context("no PTA")?;
         let last = lines.iter().rfind(|line| line["event"] == "mark").context("no mark")?;
-        assert_eq!(pta["allocated"], last["allocated"]);
-        assert_eq!(pta["reserved"], last["reserved"]);
+        let emptied = lines.iter().find(|line| line["event"] == "emptied").context("not emptied")?;
+        assert!(emptied["reserved"].as_u64() < last["reserved"].as_u64(), "{emptied} after {last}");
+        assert_eq!(pta["allocated"], emptied["allocated"]);
+        assert_eq!(pta["reserved"], emptied["reserved"], "no block was allocated or freed since");
         assert_eq!(device["reconciliation"]["unexplained_bytes"], 0, "{:#}", device["reconciliation"]);
     }
     Ok(())
@@ -489,6 +491,13 @@ fn a_python_program_is_traced_from_its_start() -> Result<()> {
         let lines = truth(Path::new(&file))?;
         assert_leaks(&report, pid, &lines, 8)?;
         assert_eq!(report.site("aclInit").0, 1, "the first call of all was seen");
+        // The pool gives segments back, the device is reset, tensors are freed: in this order.
+        let device = report.device(pid, 0)?;
+        let pta = report.pool(device, "PTA").context("no PTA")?;
+        let segments = &device["reconciliation"]["segments"][0];
+        let last = lines.iter().rfind(|line| line["event"] == "mark").context("no mark")?;
+        assert_eq!((&pta["allocated"], &segments["allocated"]), (&last["allocated"], &last["allocated"]));
+        assert_eq!((&segments["before_attach"], &pta["reserved"]), (&json!(0), &segments["driver_bytes"]));
     }
     Ok(())
 }

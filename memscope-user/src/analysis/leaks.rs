@@ -79,7 +79,7 @@ impl Like {
     }
 
     /// Of the sizes that may have been asked for when the block was given.
-    fn as_asked(self, block: &Block) -> impl Iterator<Item = Like> {
+    fn by_sizes_asked(self, block: &Block) -> impl Iterator<Item = Like> {
         let has_rest = block.pool == Pool::Pta && block.size > REST_MAX;
         let least = if has_rest { (block.size - REST_MAX).max(REST_MAX + 1) } else { block.size };
         (size_class(least)..=self.class).map(move |class| Like { class, ..self.clone() })
@@ -419,7 +419,7 @@ impl Watched {
         let longest = self.freed_late_as(block).unwrap_or_else(|| {
             let old = self.old.get(&(block.pool, block.device, size_class(block.size)));
             let warm =
-                Like::of(block).of_any_op().as_asked(block).filter_map(|like| self.warm.longest(&like));
+                Like::of(block).of_any_op().by_sizes_asked(block).filter_map(|like| self.warm.longest(&like));
             warm.max().unwrap_or(0).max(old.map_or(0, |old| old.held(process)))
         });
         // Who outlives the end of its own step and d later ones is freed in step d + 1 after its own.
@@ -433,7 +433,7 @@ impl Watched {
     /// Later steps that had ended when blocks like this one were freed, as far as it is known which were.
     fn freed_late_as(&self, block: &Block) -> Option<u32> {
         let by_call = Call::of(block).and_then(|call| self.freed_late_of.get(&call).copied());
-        let by_kind = Like::of(block).as_asked(block).filter_map(|like| self.freed_late.longest(&like));
+        let by_kind = Like::of(block).by_sizes_asked(block).filter_map(|like| self.freed_late.longest(&like));
         by_call.max(by_kind.max())
     }
 
@@ -448,7 +448,7 @@ impl Watched {
         let mut leaked_in: FxHashMap<Like, FxHashSet<StepId>> = FxHashMap::default();
         let mut leaked_of: FxHashMap<Call, FxHashSet<StepId>> = FxHashMap::default();
         for (block, _) in judged.iter().filter(|(_, verdict)| *verdict == Verdict::Leak) {
-            for like in Like::of(block).as_asked(block) {
+            for like in Like::of(block).by_sizes_asked(block) {
                 leaked_in.entry(like).or_default().insert(block.step);
             }
             if let Some(call) = Call::of(block) {
@@ -460,7 +460,7 @@ impl Watched {
         let mut verdicts = Verdicts::default();
         for (block, verdict) in judged {
             let steps = Like::of(&block)
-                .as_asked(&block)
+                .by_sizes_asked(&block)
                 .filter_map(|like| leaked_in.get(&like).map(FxHashSet::len))
                 .max()
                 .unwrap_or(0);

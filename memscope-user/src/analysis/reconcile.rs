@@ -31,12 +31,7 @@ pub struct Segments {
 }
 
 impl Reconciliation {
-    /// Of the device's memory as it stands, or, when a reset has emptied it, as it stood before.
     pub fn of(memory: &DeviceMemory) -> Self {
-        let memory = match &memory.before_reset {
-            Some(before) if memory.pool(Pool::Hal).blocks == 0 => before,
-            _ => memory,
-        };
         let mut modules: Vec<_> =
             memory.driver.modules.iter().copied().filter(|(_, bytes)| *bytes > 0).collect();
         modules.sort_by_key(|(module, bytes)| (std::cmp::Reverse(*bytes), *module));
@@ -92,7 +87,7 @@ mod tests {
             ledger.apply(event);
         }
         let memory = ledger.process(PID).and_then(|process| process.device(Some(DeviceId(0))));
-        Reconciliation::of(memory.unwrap_or_else(|| panic!("no device")))
+        Reconciliation::of(memory.unwrap_or_else(|| panic!("no device")).while_used())
     }
 
     /// Attached late: 30 MiB of the pool's are from before; then the pool takes 20 MiB more.

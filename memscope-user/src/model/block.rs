@@ -41,6 +41,8 @@ pub struct Driver {
     pub create: bool,
     /// The runtime function that was called above it.
     pub api: Option<&'static str>,
+    /// Bytes asked of it; without one, the block's.
+    pub asked: u64,
 }
 
 impl Block {

@@ -175,7 +175,7 @@ pub struct DeviceMemory {
     pools: [PoolUse; Pool::ALL.len()],
     pub driver: DriverUse,
     /// How things stood when the device was reset for the last time with anything on it.
-    pub before_reset: Option<Box<DeviceMemory>>,
+    before_reset: Option<Box<DeviceMemory>>,
 }
 
 /// One pool of a process on one device. Bytes.
@@ -185,7 +185,8 @@ pub struct PoolUse {
     pub live_bytes: u64,
     pub peak_bytes: u64,
     pub blocks: u64,
-    /// The allocator's own totals as it reported them last: they include what was there before attach.
+    /// The allocator's own totals as it reported them last, less the segments that it has given back since: they
+    /// include what was there before attach.
     pub totals: Option<Totals>,
     /// The largest `totals.allocated`.
     pub peak_allocated: u64,
@@ -238,6 +239,14 @@ impl DeviceMemory {
         &self.pools[pool as usize]
     }
 
+    /// As it stands, or, when a reset has emptied it, as it stood before.
+    pub fn while_used(&self) -> &DeviceMemory {
+        match &self.before_reset {
+            Some(before) if self.pool(Pool::Hal).blocks == 0 => before,
+            _ => self,
+        }
+    }
+
     fn enter(&mut self, block: &Block) {
         let pool = &mut self.pools[block.pool as usize];
         pool.blocks += 1;
@@ -259,6 +268,11 @@ impl DeviceMemory {
             if let Some(pool) = block.segment_of {
                 let bytes = &mut self.driver.segments[pool as usize];
                 *bytes = bytes.saturating_sub(block.size);
+                // A pool that gives segments back (`empty_cache`) says so with its next block only.
+                if let Some(totals) = &mut self.pools[pool as usize].totals {
+                    let asked = block.driver.map_or(block.size, |driver| driver.asked);
+                    totals.reserved = totals.reserved.saturating_sub(asked);
+                }
             }
         }
     }
@@ -488,6 +502,7 @@ impl Process {
                 page: driver.page,
                 create: driver.create,
                 api: driver.api.map(|(name, _)| name),
+                asked: driver.api.map_or(alloc.size, |(_, asked)| asked),
             }),
             segment_of: None,
             stack: alloc.stack.clone(),
@@ -496,7 +511,7 @@ impl Process {
             id: block.id,
             ptr: block.ptr,
             size: block.size,
-            asked: alloc.driver.as_ref().and_then(|driver| driver.api).map_or(block.size, |(_, asked)| asked),
+            asked: block.driver.map_or(block.size, |driver| driver.asked),
             create: alloc.driver.as_ref().is_some_and(|driver| driver.create),
         });
         if let Some(candidate) = candidate {

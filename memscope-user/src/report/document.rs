@@ -496,6 +496,7 @@ fn empty_device(process: &Process, device: Option<DeviceId>) -> Device {
 fn device(memory: &DeviceMemory, process: &Process, verdicts: &mut Verdicts) -> Device {
     let pid = process.tgid;
     let mut device = empty_device(process, memory.device);
+    let memory = memory.while_used();
     device.pools = Pool::ALL
         .into_iter()
         .filter(|pool| memory.pool(*pool).was_used())

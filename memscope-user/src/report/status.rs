@@ -39,7 +39,7 @@ pub fn line(online: &Online, events_per_second: f64, lost: u64) -> String {
                 .map(|memory| (*position, memory))
         })
     };
-    let device = units::sum(memories().map(|(_, memory)| Reconciliation::of(memory).known()));
+    let device = units::sum(memories().map(|(_, memory)| Reconciliation::of(memory.while_used()).known()));
     if device > 0 {
         parts.push(format!("device {}", units::bytes(device)));
     }

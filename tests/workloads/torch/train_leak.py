@@ -35,6 +35,7 @@ def main():
     parser.add_argument("--no-leaks", action="store_true")
     parser.add_argument("--leak-gradients", action="store_true", help="keep a gradient every 4 steps")
     parser.add_argument("--no-marks", action="store_true", help="no step ranges and no marks")
+    parser.add_argument("--empty-cache", action="store_true", help="give free segments back after the last step")
     parser.add_argument("--exit-in-step", type=int, metavar="STEP", help="os._exit between forward and backward")
     args = parser.parse_args()
     run = Workload(args)
@@ -116,6 +117,9 @@ def main():
             run.mark(f"end of step {step}", step=step, loss=value if math.isfinite(value) else None)
         if last:
             break
+    if args.empty_cache:
+        run.npu.empty_cache()
+        run.tell("emptied", allocated=run.npu.memory_allocated(), reserved=run.npu.memory_reserved())
     run.end()
 
 

@@ -195,8 +195,33 @@ fn a_reset_takes_the_drivers_blocks_of_that_device() {
     assert_eq!(pool(&ledger, DEVICE, Pool::Hal).live_bytes, 0);
     assert_eq!(pool(&ledger, DEVICE, Pool::Pta).live_bytes, 10);
     assert_eq!(pool(&ledger, Some(DeviceId(1)), Pool::Hal).live_bytes, 300);
-    let memory = process(&ledger).device(DEVICE).and_then(|memory| memory.before_reset.as_ref());
+    let memory = process(&ledger).device(DEVICE).map(DeviceMemory::while_used);
     assert_eq!(memory.map(|memory| memory.pool(Pool::Hal).live_bytes), Some(300));
+}
+
+/// torch_npu's `empty_cache` at exit, before the device is reset; blocks are freed after that.
+#[test]
+fn a_pools_total_is_less_what_it_has_given_back() {
+    let mut script = Script::new();
+    script.alloc_in(Pool::Pta, 0, 0x10, 1, Some((MIB, 30 * MIB)));
+    for segment in [0x4000_0000, 0x5000_0000] {
+        script.hal(segment, 20 * MIB, Module::APP);
+        let reserved = if segment == 0x4000_0000 { 50 * MIB } else { 70 * MIB };
+        script.alloc_in(Pool::Pta, 0, segment, 12 * MIB, Some((20 * MIB, reserved)));
+    }
+    script.free_in(Pool::Hal, 0x5000_0000, None);
+    let reserved = |memory: &DeviceMemory| memory.pool(Pool::Pta).totals.map(|totals| totals.reserved);
+    let memory = |ledger: &Ledger| process(ledger).device(DEVICE).cloned().unwrap_or_default();
+    let (ledger, _) = fed(&script);
+    assert_eq!(reserved(&memory(&ledger)), Some(50 * MIB));
+
+    script.push(MAIN, EventKind::DeviceReset { device: DeviceId(0) });
+    script.free_in(Pool::Pta, 0x4000_0000, Some((8 * MIB, 50 * MIB)));
+    let (ledger, _) = fed(&script);
+    let memory = memory(&ledger);
+    let used = memory.while_used();
+    assert_eq!((used.pool(Pool::Pta).blocks, reserved(used)), (3, Some(50 * MIB)));
+    assert_eq!(used.driver.segments_of(Pool::Pta), 20 * MIB);
 }
 
 #[test]
