@@ -24,10 +24,10 @@
 //! in three steps at least and in half of all steps that were judged.
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BTreeSet, BinaryHeap};
 use std::sync::Arc;
 
-use rustc_hash::{FxHashMap, FxHashSet};
+use rustc_hash::FxHashMap;
 
 use crate::model::{
     AllocationId, Block, Change, Count, DeviceId, Event, Frame, Ledger, Name, Nanos, Pool, Process, Stack,
@@ -113,6 +113,8 @@ pub(crate) fn size_class(size: u64) -> u16 {
 pub enum Pattern {
     /// Its like was found in two or more steps.
     Recurring,
+    /// In two or more steps, and then no more for long.
+    Settled,
     /// In one step only.
     Once,
 }
@@ -445,8 +447,8 @@ impl Watched {
         let mut judged: Vec<(Block, Verdict)> = self.judged.iter().cloned().chain(alive).collect();
         judged.sort_unstable_by_key(|(block, _)| block.id);
 
-        let mut leaked_in: FxHashMap<Like, FxHashSet<StepId>> = FxHashMap::default();
-        let mut leaked_of: FxHashMap<Call, FxHashSet<StepId>> = FxHashMap::default();
+        let mut leaked_in: FxHashMap<Like, BTreeSet<StepId>> = FxHashMap::default();
+        let mut leaked_of: FxHashMap<Call, BTreeSet<StepId>> = FxHashMap::default();
         for (block, _) in judged.iter().filter(|(_, verdict)| *verdict == Verdict::Leak) {
             for like in Like::of(block).by_sizes_asked(block) {
                 leaked_in.entry(like).or_default().insert(block.step);
@@ -455,18 +457,28 @@ impl Watched {
                 leaked_of.entry(call).or_default().insert(block.step);
             }
         }
-        let steps_judged = (process.steps().last_ended().0 as usize).saturating_sub(2);
+        let last_ended = process.steps().last_ended();
+        let steps_judged = (last_ended.0 as usize).saturating_sub(2);
 
         let mut verdicts = Verdicts::default();
         for (block, verdict) in judged {
-            let steps = Like::of(&block)
-                .by_sizes_asked(&block)
-                .filter_map(|like| leaked_in.get(&like).map(FxHashSet::len))
-                .max()
-                .unwrap_or(0);
-            let of_call = || Call::of(&block).and_then(|call| leaked_of.get(&call)).map_or(0, FxHashSet::len);
-            let recurring = steps >= 2 || of_call() >= GROWING_STEPS;
-            let pattern = if recurring { Pattern::Recurring } else { Pattern::Once };
+            let by_kind: Vec<&BTreeSet<StepId>> =
+                Like::of(&block).by_sizes_asked(&block).filter_map(|like| leaked_in.get(&like)).collect();
+            let by_call = Call::of(&block).and_then(|call| leaked_of.get(&call));
+            let mut recurred = by_kind
+                .iter()
+                .copied()
+                .filter(|steps| steps.len() >= 2)
+                .chain(by_call.filter(|steps| steps.len() >= GROWING_STEPS))
+                .peekable();
+            let pattern = if recurred.peek().is_none() {
+                Pattern::Once
+            } else if recurred.all(|steps| has_settled(steps, last_ended)) {
+                Pattern::Settled
+            } else {
+                Pattern::Recurring
+            };
+            let steps = by_kind.iter().map(|steps| steps.len()).max().unwrap_or(0);
             if is_kept_for_use(block.pool)
                 && (verdict != Verdict::Leak || steps < GROWING_STEPS || 2 * steps < steps_judged)
             {
@@ -499,6 +511,16 @@ impl Watched {
 /// Steps after the block's own that have ended.
 fn later_steps(block: &Block, process: &Process) -> u32 {
     process.steps().last_ended().0.saturating_sub(block.step.0)
+}
+
+/// Whether what leaked in these steps leaks no more: for ten steps at least, for more than half of the trace since it
+/// began, and for three times as long as it ever paused before.
+fn has_settled(steps: &BTreeSet<StepId>, last_ended: StepId) -> bool {
+    const QUIET_MIN: u32 = 10;
+    let (Some(first), Some(last)) = (steps.first(), steps.last()) else { return false };
+    let quiet = last_ended.0.saturating_sub(last.0);
+    let longest_pause = steps.iter().zip(steps.iter().skip(1)).map(|(a, b)| b.0 - a.0).max().unwrap_or(1);
+    quiet >= QUIET_MIN && quiet > last.0 - first.0 && quiet >= longest_pause.saturating_mul(3)
 }
 
 /// Whether an allocator that is not seen itself keeps the pool's blocks for later use.

@@ -72,4 +72,9 @@ impl Stack {
     pub fn place(&self) -> Option<&Frame> {
         self.frames.get(self.place)
     }
+
+    /// Who called the place, innermost first.
+    pub fn callers(&self) -> &[Frame] {
+        self.frames.get(self.place + 1..).unwrap_or_default()
+    }
 }

@@ -62,10 +62,20 @@ impl Script {
 
     /// On a line of `train.py`, called through a package; or there is no stack.
     pub fn alloc_at(&mut self, line: Option<u32>, whose: Whose, ptr: u64, size: u64) -> &mut Self {
+        match line {
+            Some(line) => self.alloc_with(&[line, 99], whose, ptr, size),
+            None => self.alloc(ptr, size),
+        }
+    }
+
+    /// On these lines of `train.py`, innermost first.
+    pub fn alloc_by(&mut self, lines: &[u32], ptr: u64, size: u64) -> &mut Self {
+        self.alloc_with(lines, Whose::Own, ptr, size)
+    }
+
+    fn alloc_with(&mut self, lines: &[u32], whose: Whose, ptr: u64, size: u64) -> &mut Self {
         self.alloc(ptr, size);
-        if let (Some(line), Some(Event { kind: EventKind::Alloc(alloc), .. })) =
-            (line, self.events.last_mut())
-        {
+        if let Some(Event { kind: EventKind::Alloc(alloc), .. }) = self.events.last_mut() {
             let frame = |file: &str, line, function: &str| Frame {
                 function: Arc::from(function),
                 file: Arc::from(file),
@@ -73,11 +83,11 @@ impl Script {
             };
             let inner =
                 frame("/usr/lib/python3/dist-packages/torch/nn/modules/module.py", 7, "Module.forward");
-            let frames = vec![
-                (inner, Origin::Framework),
-                (frame("/home/me/project/train.py", line, "main"), Origin::User),
-                (frame("/home/me/project/train.py", 99, "<module>"), Origin::User),
-            ];
+            let mut frames = vec![(inner, Origin::Framework)];
+            frames.extend(lines.iter().map(|line| {
+                let function = if *line == 99 { "<module>" } else { "main" };
+                (frame("/home/me/project/train.py", *line, function), Origin::User)
+            }));
             alloc.stack = Stack::new(frames, whose, false).map(Arc::new);
         }
         self

@@ -606,6 +606,7 @@ impl BlockFacts {
             step: block.step,
             pattern: match pattern {
                 Pattern::Recurring => "recurring",
+                Pattern::Settled => "settled",
                 Pattern::Once => "once",
             },
             op: block.op.clone(),

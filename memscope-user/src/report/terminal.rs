@@ -2,9 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
+use std::sync::Arc;
 
 use crate::analysis::leaks::size_class;
-use crate::model::{DeviceId, Frame, Name, Pool, StepId, Tgid, Tid, Whose};
+use crate::model::{Count, DeviceId, Frame, Name, Pool, Stack, StepId, Tgid, Tid, Whose};
 
 use super::document::{
     BlockFacts, Device, Document, FreeFacts, OomFacts, PoolFacts, ReconciliationFacts, StackOf,
@@ -13,6 +14,7 @@ use super::{decompose, inefficient, units};
 
 /// Lines of each list; the rest is counted.
 const GROUPS_SHOWN: usize = 20;
+const CALLERS_SHOWN: usize = 4;
 const LATE_SHOWN: usize = 10;
 const NOT_JUDGED_SHOWN: usize = 5;
 const OOMS_SHOWN: usize = 5;
@@ -178,26 +180,30 @@ impl Report<'_> {
         for group in groups.iter().take(GROUPS_SHOWN) {
             let judged = group.judged();
             let steps: BTreeSet<StepId> = group.blocks.iter().map(|block| block.step).collect();
+            let Some(first) = group.blocks.first() else { continue };
             let mut text = format!(
-                "{} {} {}: +{}/step, {} of {}, {} in {}",
+                "{} {} {}: +{}/step",
                 self.paint.alarm("LEAK"),
                 self.place(group.device),
                 group.pool,
                 units::bytes(group.bytes / u64::from(judged.max(1))),
-                units::blocks(group.blocks.len() as u64),
-                group.sizes(),
-                units::bytes(group.bytes),
-                step_list(&steps, judged + 1),
             );
-            if let Some(first) = group.blocks.first() {
-                around(&mut text, first);
-                text.push_str(&threads(&group.blocks));
-                let _ = write!(text, ", first at {}", first.ptr);
+            let has_place = first.stack.place().is_some();
+            if has_place {
+                at(&mut text, "", &first.stack);
+            } else {
+                around(&mut text, "", first);
             }
             line(out, &text);
-            if let Some(first) = group.blocks.first() {
-                self.frames(out, &first.stack);
+            let mut text = format!("     {} in {}", units::bytes(group.bytes), group.blocks_and_sizes());
+            let _ = write!(text, ", {}", step_list(&steps, judged + 1));
+            if has_place {
+                around(&mut text, ",", first);
             }
+            text.push_str(&threads(&group.blocks));
+            let _ = write!(text, ", first at {}", first.ptr);
+            line(out, &text);
+            self.callers(out, group);
         }
         if let Some(more) = groups.len().checked_sub(GROUPS_SHOWN).filter(|more| *more > 0) {
             let bytes = units::sum(groups.iter().skip(GROUPS_SHOWN).map(|group| group.bytes));
@@ -207,23 +213,62 @@ impl Report<'_> {
             );
         }
 
-        let once = self.groups("once");
-        let members =
-            || once.iter().flat_map(|group| group.blocks.iter().map(move |block| (group.device, block)));
-        if let Some((device, largest)) = members().max_by_key(|(_, block)| block.size) {
-            let bytes = units::sum(members().map(|(_, block)| block.size));
-            let mut text = format!(
-                "Built once and kept, no leak unless it comes again: {}, {}; largest {} {} {} in step {}",
-                units::blocks(members().count() as u64),
-                units::bytes(bytes),
-                self.place(device),
-                largest.pool,
-                units::bytes(largest.size),
-                largest.step,
-            );
-            around(&mut text, largest);
-            let _ = write!(text, ", at {}", largest.ptr);
-            line(out, &text);
+        self.kept(out, "settled", "Grew and then stopped, no leak unless it goes on");
+        self.kept(out, "once", "Built once and kept, no leak unless it comes again");
+    }
+
+    /// What is kept and looks like no leak, with the largest kind.
+    fn kept(&self, out: &mut String, pattern: &str, what: &str) {
+        let groups = self.groups(pattern);
+        let Some(largest) = groups.first() else { return };
+        let blocks = groups.iter().map(|group| group.blocks.len() as u64).sum();
+        let mut text = format!(
+            "{what}: {} in {}",
+            units::bytes(units::sum(groups.iter().map(|group| group.bytes))),
+            units::blocks(blocks)
+        );
+        let steps: BTreeSet<StepId> = largest.blocks.iter().map(|block| block.step).collect();
+        let (place, pool) = (self.place(largest.device), largest.pool);
+        if groups.len() > 1 {
+            let (bytes, blocks) = (units::bytes(largest.bytes), largest.blocks_and_sizes());
+            let _ = write!(text, "; most {place} {pool} {bytes} in {blocks}");
+        } else {
+            let _ = write!(text, ", {place} {pool}");
+        }
+        let _ = write!(text, " in {}", step_list(&steps, largest.judged() + 1));
+        if let Some(first) = largest.blocks.first() {
+            whence(&mut text, first);
+            let _ = write!(text, ", first at {}", first.ptr);
+        }
+        line(out, &text);
+    }
+
+    /// Below a leak: who called the line, where it was called from several places, and the stacks when all are wanted.
+    fn callers(&self, out: &mut String, group: &Group<'_>) {
+        let stacks = || group.blocks.iter().filter_map(|block| Some((*block, block.stack.0.as_ref()?)));
+        let Some((_, first)) = stacks().next() else { return };
+        let apart = (0..).find(|depth| {
+            let caller = first.callers().get(*depth);
+            caller.is_none() || stacks().any(|(_, stack)| stack.callers().get(*depth) != caller)
+        });
+        let mut by_caller: BTreeMap<Option<&Frame>, (Count, &Arc<Stack>)> = BTreeMap::new();
+        for (block, stack) in stacks() {
+            let caller = apart.and_then(|depth| stack.callers().get(depth));
+            by_caller.entry(caller).or_insert((Count::default(), stack)).0.add(block.size);
+        }
+        let mut by_caller: Vec<_> = by_caller.into_iter().collect();
+        by_caller.sort_by_key(|(_, (count, _))| std::cmp::Reverse(count.bytes));
+        let several = by_caller.len() > 1;
+        for (caller, (count, stack)) in by_caller.iter().take(CALLERS_SHOWN) {
+            if several {
+                let caller = caller.map_or("the program itself".to_owned(), units::place);
+                let (bytes, blocks) = (units::bytes(count.bytes), units::blocks(count.blocks));
+                line(out, &format!("     {bytes} in {blocks} by {caller}"));
+            }
+            self.frames(out, stack);
+        }
+        if let Some(more) = by_caller.len().checked_sub(CALLERS_SHOWN).filter(|more| *more > 0) {
+            line(out, &format!("     and by {more} more callers (--json lists them)"));
         }
     }
 
@@ -289,7 +334,7 @@ impl Report<'_> {
                 block.ptr,
                 block.step
             );
-            around(&mut text, block);
+            whence(&mut text, block);
             text.push_str(&threads(&[block]));
             if let Some(reason) = &block.reason {
                 let _ = write!(text, " ({reason})");
@@ -431,10 +476,12 @@ impl Report<'_> {
         if let Some(op) = &oom.op {
             let _ = write!(text, ", around {op}");
         }
-        at(&mut text, &oom.stack);
+        at(&mut text, ",", &oom.stack);
         let _ = write!(text, ", thread {}", oom.tid);
         line(out, &text);
-        self.frames(out, &oom.stack);
+        if let Some(stack) = &oom.stack.0 {
+            self.frames(out, stack);
+        }
         let pools: Vec<String> = oom
             .pools
             .iter()
@@ -468,15 +515,17 @@ impl Report<'_> {
                 block.ptr,
                 block.step
             );
-            around(&mut text, block);
+            whence(&mut text, block);
             text.push_str(&threads(&[block]));
             line(out, &text);
         }
     }
 
     /// All frames of a stack, innermost first, where they are asked for.
-    fn frames(&self, out: &mut String, stack: &StackOf) {
-        let Some(stack) = stack.0.as_ref().filter(|_| self.all_frames) else { return };
+    fn frames(&self, out: &mut String, stack: &Stack) {
+        if !self.all_frames {
+            return;
+        }
         let whose = if stack.whose() == Whose::Via { "via main: " } else { "" };
         for frame in stack.frames() {
             line(out, &format!("    {whose}{}", units::frame(frame)));
@@ -577,7 +626,7 @@ impl Report<'_> {
                 .to_owned()
         } else if let Some(block) = leaking.first().and_then(|group| group.blocks.first()) {
             let mut text = "see what your code keeps of each step's results".to_owned();
-            around(&mut text, block);
+            whence(&mut text, block);
             if let Some(dump) = &document.dump {
                 let _ = write!(
                     text,
@@ -652,11 +701,15 @@ impl Report<'_> {
 }
 
 impl Group<'_> {
-    /// Bytes of one block.
-    fn sizes(&self) -> String {
+    fn blocks_and_sizes(&self) -> String {
+        let blocks = units::blocks(self.blocks.len() as u64);
+        if self.blocks.len() == 1 {
+            return blocks;
+        }
         let sizes = || self.blocks.iter().map(|block| block.size);
         let largest = units::bytes(sizes().max().unwrap_or(0));
-        if sizes().all(|size| units::bytes(size) == largest) { largest } else { format!("up to {largest}") }
+        let up_to = if sizes().all(|size| units::bytes(size) == largest) { "" } else { "up to " };
+        format!("{blocks} of {up_to}{largest}")
     }
 
     /// Steps that were judged.
@@ -683,18 +736,22 @@ pub(super) fn device_name(device: Option<DeviceId>) -> String {
 }
 
 /// Where in the program it was: the operator, else the runtime function; and the line that wanted it.
-fn around(text: &mut String, block: &BlockFacts) {
-    if let Some(op) = &block.op {
-        let _ = write!(text, ", around {op}");
-    } else if let Some(api) = block.api {
-        let _ = write!(text, ", by {api}");
-    }
-    at(text, &block.stack);
+fn whence(text: &mut String, block: &BlockFacts) {
+    around(text, ",", block);
+    at(text, ",", &block.stack);
 }
 
-fn at(text: &mut String, stack: &StackOf) {
+fn around(text: &mut String, comma: &str, block: &BlockFacts) {
+    if let Some(op) = &block.op {
+        let _ = write!(text, "{comma} around {op}");
+    } else if let Some(api) = block.api {
+        let _ = write!(text, "{comma} by {api}");
+    }
+}
+
+fn at(text: &mut String, comma: &str, stack: &StackOf) {
     if let Some(place) = stack.place() {
-        let _ = write!(text, ", {} {}", stack.preposition(), units::place(place));
+        let _ = write!(text, "{comma} {} {}", stack.preposition(), units::place(place));
     }
 }
 

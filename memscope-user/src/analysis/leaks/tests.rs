@@ -27,7 +27,7 @@ fn not_judged(verdicts: &Verdicts) -> Vec<(u64, Reason)> {
     verdicts.not_judged.iter().map(|(block, _, reason)| (block.ptr.0, *reason)).collect()
 }
 
-use Pattern::{Once, Recurring};
+use Pattern::{Once, Recurring, Settled};
 
 #[test]
 fn what_a_later_step_leaves_alive_is_a_leak() {
@@ -242,6 +242,30 @@ fn what_one_call_leaks_recurs_whatever_the_sizes() {
     assert_eq!(run(4, Whose::Own, |_| 7), [Once; 2], "a cache that is being filled looks so");
     assert_eq!(run(5, Whose::Via, |_| 7), [Once; 3], "all of a backward pass is of one line");
     assert_eq!(run(5, Whose::Own, |step| step as u32), [Once; 3]);
+}
+
+/// A cache that is filled in the first steps; then the same with an entry that comes late again.
+#[test]
+fn what_has_stopped_growing_has_settled() {
+    let run = |filled: &[u64], steps: u64| {
+        let mut script = Script::new();
+        for step in 1..=steps {
+            script.step(|s| {
+                if filled.contains(&step) {
+                    s.alloc(0x1000 * step, MIB);
+                }
+            });
+        }
+        leaks(&verdicts(&script)).first().map(|(.., pattern)| *pattern)
+    };
+    assert_eq!(run(&[2, 3, 4, 5], 15), Some(Settled), "ten steps without");
+    assert_eq!(run(&[2, 3, 4, 5], 14), Some(Recurring));
+    assert_eq!(run(&[2, 3, 4, 5, 14], 20), Some(Recurring), "it had paused before");
+    assert_eq!(run(&[2, 6, 10], 20), Some(Recurring), "ten steps are no three of its pauses");
+    assert_eq!(run(&[2, 6, 10], 22), Some(Settled));
+    let half: Vec<u64> = (2..=30).collect();
+    assert_eq!(run(&half, 58), Some(Recurring), "it grew for longer than it has been quiet");
+    assert_eq!(run(&half, 59), Some(Settled));
 }
 
 #[test]
