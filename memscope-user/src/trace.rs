@@ -105,6 +105,8 @@ pub struct Config {
     pub dump: DumpSelection,
     /// How stacks are written there.
     pub dump_stacks: StackStyle,
+    /// Bytes of a capture, at most (see [`crate::dump::Config::max_size`]).
+    pub max_size: Option<u64>,
     pub ring_bytes: u32,
     pub mechanism: Option<Mechanism>,
     /// Python stacks of allocations; `None` takes none.
@@ -213,6 +215,7 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
             output: output.clone(),
             formats: config.formats.clone(),
             stacks: config.dump_stacks,
+            max_size: config.max_size,
             caller: Caller::of_sudo(),
         })?),
         None => None,
@@ -747,6 +750,7 @@ impl Session<'_> {
             summary.files.retain(|file| file.rows > 0 || file.failure.is_some());
             let complete = summary.is_complete();
             let missing: u64 = summary.files.iter().map(|file| file.missing_rows).sum();
+            let removed: u64 = summary.files.iter().map(|file| file.removed_rows).sum();
             let reason = summary
                 .files
                 .iter()
@@ -757,7 +761,12 @@ impl Session<'_> {
                         format!("{} rows were dropped: the disk could not keep up", summary.dropped_rows)
                     })
                 })
-                .or_else(|| summary.crashed.then(|| "the writer failed".to_owned()));
+                .or_else(|| summary.crashed.then(|| "the writer failed".to_owned()))
+                .or_else(|| {
+                    (removed > 0).then(|| {
+                        format!("the oldest {removed} rows had to go for --max-size; the blocks alive then are all there")
+                    })
+                });
             let path = common_parent(summary.files.iter().map(|f| f.path.as_path()));
             (path, complete, reason)
         });

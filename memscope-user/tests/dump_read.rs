@@ -626,7 +626,13 @@ fn files_of_a_trace_are_read_as_one() {
 }
 
 fn config(output: &Path) -> Config {
-    Config { output: output.to_owned(), formats: vec![Format::Csv], stacks: StackStyle::Lines, caller: None }
+    Config {
+        output: output.to_owned(),
+        formats: vec![Format::Csv],
+        stacks: StackStyle::Lines,
+        max_size: None,
+        caller: None,
+    }
 }
 
 fn row_at(time: u64, fact: Fact) -> Row {
@@ -792,7 +798,7 @@ proptest! {
         for (time, row) in rows.iter_mut().enumerate() {
             row.time = Nanos(time as u64);
         }
-        for format in [Format::Csv, Format::Db] {
+        for format in [Format::Csv, Format::Db, Format::Capture] {
             let dir = tempfile::tempdir().expect("a directory");
             let config = Config { formats: vec![format], ..config(dir.path()) };
             let mut writer = Writer::create(config).expect("writable");

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use memscope::dump::read::{Options, open};
 use memscope::dump::{
     Caller, Config, Fact, FileReport, Format, OutputError, Pipeline, Place, Row, StackStyle, Summary, Writer,
     rows_of,
@@ -16,7 +17,13 @@ use memscope::model::*;
 const HEADER: &str = "ID,Event,Event Type,Name,Timestamp(ns),Process Id,Thread Id,Device Id,Ptr,Attr,Call Stack(Python),Call Stack(C)";
 
 fn config(output: &Path) -> Config {
-    Config { output: output.to_owned(), formats: vec![Format::Csv], stacks: StackStyle::Lines, caller: None }
+    Config {
+        output: output.to_owned(),
+        formats: vec![Format::Csv],
+        stacks: StackStyle::Lines,
+        max_size: None,
+        caller: None,
+    }
 }
 
 fn row(time: u64, kind: EventKind) -> Row {
@@ -618,77 +625,104 @@ fn again(test: &str, variable: &str, value: &str) -> Command {
     command
 }
 
-#[test]
-fn killed_at_any_time_the_dump_is_valid_to_its_last_row() {
-    const CHILD: &str = "DUMP_TEST_KILLED_CHILD";
-    if let Ok(output) = std::env::var(CHILD) {
-        let config = Config { formats: vec![Format::Csv, Format::Db], ..config(Path::new(&output)) };
-        let pipeline = Pipeline::start(config).expect("writable");
-        for count in 1..=u64::MAX {
-            pipeline.push(pta(count, 0, 0x1000 * count, 512, 512 * count));
-            if count % 100 == 0 {
-                println!("at {count}");
-                std::thread::sleep(Duration::from_millis(5));
+/// What a writer left that was killed.
+struct Killed {
+    files: Vec<PathBuf>,
+    /// Times and counts of the rows that it had taken, and the time of its end.
+    taken: Vec<(Duration, usize)>,
+    at: Duration,
+    _dir: tempfile::TempDir,
+}
+
+impl Killed {
+    /// Runs `test` again, which writes rows in these formats, and kills it after some time.
+    fn new(test: &str, formats: Vec<Format>, after: Duration) -> Self {
+        const CHILD: &str = "DUMP_TEST_KILLED_CHILD";
+        if let Ok(output) = std::env::var(CHILD) {
+            let config = Config { formats, ..config(Path::new(&output)) };
+            let pipeline = Pipeline::start(config).expect("writable");
+            for count in 1..=u64::MAX {
+                pipeline.push(pta(count, 0, 0x1000 * count, 512, 512 * count));
+                if count % 100 == 0 {
+                    println!("at {count}");
+                    std::thread::sleep(Duration::from_millis(5));
+                }
             }
         }
-    }
-    let dir = tempfile::tempdir().expect("a directory");
-    let mut child = again(
-        "killed_at_any_time_the_dump_is_valid_to_its_last_row",
-        CHILD,
-        &dir.path().display().to_string(),
-    )
-    .stdout(Stdio::piped())
-    .spawn()
-    .expect("a child");
-    let mut told = BufReader::new(child.stdout.take().expect("piped")).lines();
-    let start = Instant::now();
-    let mut pushed = Vec::new();
-    while start.elapsed() < Duration::from_millis(1500) {
-        let line = told.next().expect("it runs on").expect("text");
-        if let Some(count) = line.strip_prefix("at ") {
-            pushed.push((start.elapsed(), count.parse::<usize>().expect("a number")));
+        let dir = tempfile::tempdir().expect("a directory");
+        let mut child = again(test, CHILD, &dir.path().display().to_string())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("a child");
+        let mut told = BufReader::new(child.stdout.take().expect("piped")).lines();
+        let start = Instant::now();
+        let mut taken = Vec::new();
+        while start.elapsed() < after {
+            let line = told.next().expect("it runs on").expect("text");
+            if let Some(count) = line.strip_prefix("at ") {
+                taken.push((start.elapsed(), count.parse::<usize>().expect("a number")));
+            }
         }
+        child.kill().expect("it runs");
+        let at = start.elapsed();
+        child.wait().expect("it ran");
+        let project =
+            fs::read_dir(dir.path()).expect("made").next().expect("one process").expect("readable").path();
+        let files = fs::read_dir(project.join("device_0/dump")).expect("made");
+        let files = files.map(|file| file.expect("readable").path()).collect();
+        Killed { files, taken, at, _dir: dir }
     }
-    child.kill().expect("it runs");
-    let killed = start.elapsed();
-    child.wait().expect("it ran");
 
-    let flushed =
-        pushed.iter().filter(|(at, _)| killed - *at > Duration::from_millis(400)).map(|(_, n)| *n).max();
-    let project =
-        fs::read_dir(dir.path()).expect("made").next().expect("one process").expect("readable").path();
-    let files: Vec<PathBuf> = fs::read_dir(project.join("device_0/dump"))
-        .expect("made")
-        .map(|file| file.expect("readable").path())
-        .collect();
-    let file = |extension: &str| {
-        let mut found = files.iter().filter(|path| path.extension().is_some_and(|e| e == extension));
-        found.next().expect("both were asked for")
-    };
-    let flushed = flushed.expect("it ran for a second");
-    let text = fs::read_to_string(file("csv")).expect("text");
+    fn file(&self, extension: &str) -> &Path {
+        let mut found = self.files.iter().filter(|path| path.extension().is_some_and(|e| e == extension));
+        found.next().expect("it was asked for")
+    }
+
+    /// Rows taken so long before the end.
+    fn taken_before(&self, long: Duration) -> usize {
+        let before = self.taken.iter().filter(|(at, _)| self.at - *at > long).map(|(_, count)| *count);
+        before.max().expect("it ran for longer")
+    }
+}
+
+#[test]
+fn killed_at_any_time_the_dump_is_valid_to_its_last_row() {
+    let test = "killed_at_any_time_the_dump_is_valid_to_its_last_row";
+    let killed = Killed::new(test, vec![Format::Csv, Format::Db], Duration::from_millis(1500));
+    let flushed = killed.taken_before(Duration::from_millis(400));
+    let text = fs::read_to_string(killed.file("csv")).expect("text");
     assert!(text.ends_with(",,\n"), "the last row is whole");
     assert!(text.lines().count() > flushed, "rows reach the file within 0.4 s");
     for (number, line) in text.lines().skip(1).enumerate() {
         let start = format!("{number},MALLOC,PTA,N/A,{},77,78,0,", number + 1);
         assert!(line.starts_with(&start) && peer_cells(line).len() == 12, "{line}");
     }
-    let times = query(file("db"), "SELECT ID + 1, \"Timestamp(ns)\" FROM memscope_dump ORDER BY ID");
+    let times = query(killed.file("db"), "SELECT ID + 1, \"Timestamp(ns)\" FROM memscope_dump ORDER BY ID");
     assert!(times.len() >= flushed, "rows are committed within 0.4 s");
     for (number, time) in times.iter().enumerate() {
         assert_eq!(*time, format!("{0}|{0}", number + 1));
     }
 }
 
+#[test]
+fn killed_at_any_time_the_capture_is_valid_to_its_last_batch() {
+    let test = "killed_at_any_time_the_capture_is_valid_to_its_last_batch";
+    let killed = Killed::new(test, vec![Format::Capture], Duration::from_millis(2500));
+    let batched = killed.taken_before(Duration::from_millis(1200));
+    let mut rows = open([killed.file("arrows")], Options::default()).expect("a stream");
+    let times: Vec<u64> = rows.by_ref().map(|row| row.row.time.0).collect();
+    assert!(times.len() >= batched, "{} rows of {batched} are in the file within 1.2 s", times.len());
+    assert!(times.iter().copied().eq(1..=times.len() as u64));
+}
+
 /// Runs `test` again with a limit on the size of its files, which is a full disk to everybody but the signal that comes
 /// with it, and returns the summary that it got. The limit is one of the process, so it has a process of its own.
 fn summary_with_full_disk(test: &str, format: Format, output: &Path) -> Option<serde_json::Value> {
     const CHILD: &str = "DUMP_TEST_FULL_CHILD";
-    const LIMIT: u64 = 100_000;
+    let limit = if format == Format::Capture { 24_000 } else { 100_000 };
     if let Ok(output) = std::env::var(CHILD) {
         use nix::sys::resource::{Resource, setrlimit};
-        setrlimit(Resource::RLIMIT_FSIZE, LIMIT, LIMIT).expect("lower is allowed");
+        setrlimit(Resource::RLIMIT_FSIZE, limit, limit).expect("lower is allowed");
         let config = Config { formats: vec![format], ..config(Path::new(&output)) };
         let pipeline = Pipeline::start(config).expect("writable");
         for count in 0..2000 {
@@ -744,6 +778,28 @@ fn a_full_disk_ends_the_database_at_a_commit() {
     assert!((200..2000).contains(&rows), "{rows}");
     assert_eq!(full["rows"], rows);
     assert_eq!(full["missing_rows"], 2000 - rows);
+    assert_eq!(
+        (&other["rows"], &other["missing_rows"], &other["failure"]),
+        (&1.into(), &0.into(), &().into())
+    );
+}
+
+#[test]
+fn a_full_disk_ends_the_capture_at_a_batch() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let test = "a_full_disk_ends_the_capture_at_a_batch";
+    let Some(summary) = summary_with_full_disk(test, Format::Capture, dir.path()) else { return };
+    let [full, other] = summary["files"].as_array().expect("files").as_slice() else { panic!("{summary}") };
+
+    let path = Path::new(full["path"].as_str().expect("a path"));
+    assert!(path.to_str().expect("text").ends_with(".incomplete.arrows"), "{}", path.display());
+    assert_eq!(full["failure"]["action"], "write");
+    let mut read = open([path], Options::default()).expect("a stream");
+    let rows = read.by_ref().count();
+    assert_eq!(read.problems().total, 0, "it ends with a whole batch");
+    assert!((100..2000).contains(&rows), "{rows}: {summary:#}");
+    assert_eq!((&full["rows"], &full["missing_rows"]), (&rows.into(), &(2000 - rows).into()));
+    assert_eq!(full["bytes"], fs::metadata(path).expect("there").len());
     assert_eq!(
         (&other["rows"], &other["missing_rows"], &other["failure"]),
         (&1.into(), &0.into(), &().into())

@@ -237,6 +237,7 @@ fn live_and_from_a_dump_the_findings_are_the_same() {
             output: dir.path().to_owned(),
             formats,
             stacks: memscope::dump::StackStyle::Lines,
+            max_size: None,
             caller: None,
         };
         let mut writer = Writer::create(config).expect("writable");

@@ -17,6 +17,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+mod fuzzing;
+
 use memscope::probes::{
     cache::Cache,
     elf::{Arch, ElfError, FirstInstruction, Library, Missing},
@@ -308,6 +310,18 @@ fn damaged_files_do_no_harm() {
             exercise(&file);
         }
     }
+}
+
+#[test]
+fn fuzz_elf() {
+    let files: Vec<Vec<u8>> = FIXTURES.iter().map(|name| fs::read(fixture_path(name)).unwrap()).collect();
+    fuzzing::rounds("elf", 20, |random| {
+        let mut bytes = random.pick(&files).clone();
+        fuzzing::damage(&mut bytes, &[b"\x7fELF", b"GNU\0", b"expect_report", b"MSTX"], random);
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&bytes).unwrap();
+        exercise(&file);
+    });
 }
 
 /// A file that claims to be larger than any library must not be read into memory.

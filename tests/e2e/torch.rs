@@ -659,6 +659,102 @@ fn inefficient_blocks_are_found_as_msmemscope_finds_them() -> Result<()> {
     Ok(())
 }
 
+/// The dumps of one format below a directory.
+fn dumps_of(dir: &Path, extension: &str) -> Result<Vec<String>> {
+    let (mut found, mut dirs) = (Vec::new(), vec![dir.to_owned()]);
+    while let Some(dir) = dirs.pop() {
+        for entry in std::fs::read_dir(dir)? {
+            let path = entry?.path();
+            if path.is_dir() {
+                dirs.push(path);
+            } else if path.extension().is_some_and(|of| of == extension) {
+                found.push(path.to_string_lossy().into_owned());
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// What is found while tracing is found in the dump afterwards, whatever its format and whichever verb.
+#[test]
+fn live_and_from_every_dump_the_findings_are_the_same() -> Result<()> {
+    for ground in GROUNDS {
+        if !ground.is_ready() {
+            continue;
+        }
+        let run = Run::held(ground, "train_leak.py", &["--steps", "14", "--leak-gradients"], &[])?;
+        let pid = run.target.pid().to_string();
+        let analyses = ["--analysis", "leaks,inefficient,decompose", "--format", "csv,db,capture"];
+        let tracer = Tracer::start(&[&["-p", &pid], &analyses[..]].concat())?.attached()?;
+        run.go()?;
+        let (pid, _, traced) = run.finish(tracer)?;
+        let live = traced.report()?;
+        assert_eq!(live.lost(), 0);
+        assert!(!live.blocks(live.device(pid, 0)?, "leaks").is_empty());
+        assert!(live.0["inefficient"]["pools"].as_array().is_some_and(|pools| !pools.is_empty()));
+        for extension in ["csv", "db", "arrows"] {
+            let dumps = dumps_of(traced.dir.path(), extension)?;
+            let verb = |verb: &str| {
+                let words: Vec<&str> = [verb].into_iter().chain(dumps.iter().map(String::as_str)).collect();
+                Tracer::verb(&words)
+            };
+            let leaks = Report(verb("leaks")?);
+            for list in [
+                "leaks",
+                "late",
+                "late_groups",
+                "late_total",
+                "not_judged",
+                "not_judged_total",
+                "fluctuation",
+            ] {
+                let [live, offline] = [&live, &leaks].map(|report| report.device(pid, 0).map(|of| &of[list]));
+                assert_eq!(live?, offline?, "{list} of {dumps:?}");
+            }
+            let steps = |report: &Report| report.0["steps"].as_array().map(Vec::len);
+            assert_eq!(steps(&leaks), steps(&live), "{dumps:?}");
+            assert_eq!(verb("inefficient")?["inefficient"], live.0["inefficient"], "{dumps:?}");
+            assert_eq!(verb("decompose")?["decomposition"], live.0["decomposition"], "{dumps:?}");
+            let oom = Report(verb("oom")?);
+            assert_eq!(oom.device(pid, 0)?["oom"], live.device(pid, 0)?["oom"], "{dumps:?}");
+            let steps =
+                [&["compare", "--steps", "3,6"], &dumps.iter().map(String::as_str).collect::<Vec<_>>()[..1]];
+            let compared = Tracer::verb(&steps.concat())?;
+            // Step 6 leaks what step 3 does not.
+            assert!(compared["difference"]["verdict"]["net_diff"].as_i64() > Some(0), "{compared:#}");
+        }
+    }
+    Ok(())
+}
+
+/// What msMemScope says of its own workload, said from outside.
+#[test]
+fn a_constant_leak_has_the_figures_that_msmemscope_gives_it() -> Result<()> {
+    for ground in GROUNDS {
+        if !ground.is_ready() {
+            continue;
+        }
+        let run = Run::held(ground, "steady_leak.py", &[], &[])?;
+        let tracer = Tracer::start(&["-p", &run.target.pid().to_string()])?.attached()?;
+        run.go()?;
+        let (pid, lines, traced) = run.finish(tracer)?;
+        let report = traced.report()?;
+        let device = report.device(pid, 0)?;
+        let leaks = report.blocks(device, "leaks");
+        let wanted: Vec<Block> =
+            tell(&lines, "leak", None).into_iter().filter(|leak| (2..=5).contains(&leak.step)).collect();
+        assert_same(&leaks, &wanted, "leaks");
+        // 3.000488 Mb each.
+        assert!(leaks.iter().all(|leak| leak.size == 3_146_240), "{leaks:?}");
+        let swings = device["fluctuation"].as_array().into_iter().flatten();
+        let swing = swings.into_iter().find(|of| of["pool"] == "PTA").context("no fluctuation")?;
+        let percent = |ratio: &str| (swing[ratio].as_f64().unwrap_or(0.0) * 1e6).round() / 1e4;
+        assert_eq!((percent("min_ratio"), &swing["min_step"]), (29.1716, &2.into()), "{swing}");
+        assert_eq!((percent("max_ratio"), &swing["max_step"]), (52.7830, &6.into()), "{swing}");
+    }
+    Ok(())
+}
+
 /// Weights, gradients, the optimizer's state and data on its way, told apart from outside.
 #[test]
 fn what_memory_is_for_is_inferred() -> Result<()> {

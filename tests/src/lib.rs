@@ -486,15 +486,16 @@ pub fn dumps(dir: &Path, pid: u32) -> Result<Vec<DumpFile>> {
         }
         for device in fs::read_dir(project.path())?.filter_map(Result::ok) {
             let Ok(entries) = fs::read_dir(device.path().join("dump")) else { continue };
-            for entry in entries.filter_map(Result::ok) {
+            let is_csv = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "csv");
+            for path in entries.filter_map(|entry| Some(entry.ok()?.path())).filter(is_csv) {
                 // A tracer that was killed may have been in the middle of a row: what counts is up to there.
-                let text = fs::read_to_string(entry.path())?;
+                let text = fs::read_to_string(&path)?;
                 let whole = &text[..text.rfind('\n').map_or(0, |end| end + 1)];
                 let rows = csv::Reader::from_reader(whole.as_bytes())
                     .deserialize()
                     .collect::<Result<Vec<HashMap<String, String>>, _>>();
-                let rows = rows.with_context(|| format!("{}", entry.path().display()))?;
-                files.push(DumpFile { path: entry.path(), rows });
+                let rows = rows.with_context(|| format!("{}", path.display()))?;
+                files.push(DumpFile { path, rows });
             }
         }
     }

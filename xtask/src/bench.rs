@@ -1,6 +1,8 @@
 //! `cargo xtask bench`: what tracing costs, measured in one run against the same program untraced and with bare
 //! probes. Figures are medians; the spread of the untraced rounds is this machine's noise.
 
+mod offline;
+
 use std::{
     fs,
     io::Write,
@@ -27,6 +29,9 @@ pub struct Args {
     /// Without the real wheels
     #[arg(long)]
     native: bool,
+    /// Measure the verbs that read dumps instead, over a dump of so many rows
+    #[arg(long, value_name = "ROWS", num_args = 0..=1, default_missing_value = "10000000")]
+    offline: Option<u64>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,6 +48,9 @@ enum Mode {
 pub fn bench(args: &Args) -> anyhow::Result<()> {
     setup::ensure()?;
     ebpf::build()?;
+    if let Some(rows) = args.offline {
+        return offline::bench(rows);
+    }
     run(cargo().args(["build", "--quiet", "--release", "--package", "memscope-user"]))?;
     let sim = sim::ensure(sim::Layout::V9, None, None)?;
     println!(

@@ -5,6 +5,7 @@ mod bench;
 mod command;
 mod demo;
 mod ebpf;
+mod fuzz;
 mod setup;
 mod sim;
 mod test;
@@ -31,6 +32,8 @@ enum Task {
     Vm(vm::Args),
     /// Measure what tracing costs
     Bench(bench::Args),
+    /// Damage what readers read, and see that they bear it
+    Fuzz(fuzz::Args),
 }
 
 fn main() -> anyhow::Result<()> {
@@ -46,5 +49,6 @@ fn main() -> anyhow::Result<()> {
         Task::Test(args) => test::test(&args),
         Task::Vm(args) => vm::run(&args),
         Task::Bench(args) => bench::bench(&args),
+        Task::Fuzz(args) => fuzz::fuzz(&args),
     }
 }

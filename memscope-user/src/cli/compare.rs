@@ -108,6 +108,7 @@ fn read(
         CompareLevel::Kernel => compare::Level::Kernel,
     };
     let (rule, source) = (args.step.rule(), args.step.source());
+    let within_one = sides.iter().all(Option::is_some);
     let by_step = sides.iter().any(|side| matches!(side, Some(Side::Step(_))));
     let mut inferred = match source {
         StepsFrom::Ops if by_step => Some(inferred_steps(dump, &rule, source)?),
@@ -118,7 +119,10 @@ fn read(
         let mut sequences = Sequences::new(level);
         let mut profiler = Profiler::new(rule.clone(), sides).with_steps_from(source);
         each_row_and_step(dump, inferred.unwrap_or_default(), |row| {
-            sequences.observe(row);
+            // Two steps of one dump are not aligned: that would keep every operator.
+            if !within_one {
+                sequences.observe(row);
+            }
             profiler.observe(row);
         })?;
         if !may_infer || profiler.last_step() > StepId(0) {

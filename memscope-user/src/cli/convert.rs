@@ -13,7 +13,7 @@ pub struct ConvertArgs {
     input: PathBuf,
     /// Directory to write to, laid out as by live tracing
     output: PathBuf,
-    /// What to write [csv, db]
+    /// What to write [csv, db, capture]
     #[arg(long, alias = "data-format", value_name = "LIST", default_value = "db")]
     format: List<FormatWord>,
     /// Write each stack on one line: for tools that take every line for a row
@@ -24,8 +24,13 @@ pub struct ConvertArgs {
 pub(super) fn run(args: ConvertArgs) -> anyhow::Result<Verdict> {
     let formats = args.format.0.iter().map(|word| word.format()).collect();
     let stacks = if args.flat_stacks { StackStyle::Flat } else { StackStyle::Lines };
-    let mut writer =
-        Writer::create(Config { output: args.output, formats, stacks, caller: Caller::of_sudo() })?;
+    let mut writer = Writer::create(Config {
+        output: args.output,
+        formats,
+        stacks,
+        max_size: None,
+        caller: Caller::of_sudo(),
+    })?;
     each_row(&[args.input], |numbered| writer.write(&numbered.row))?;
     let mut failed = None;
     for file in writer.finish() {

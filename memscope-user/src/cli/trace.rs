@@ -32,6 +32,9 @@ use crate::{
     trace::{self, Config, DumpSelection, Targets},
 };
 
+/// Bytes of the smallest capture that is worth having.
+const SMALLEST_CAPTURE: u64 = 1 << 20;
+
 #[derive(Debug, Args)]
 pub struct TraceArgs {
     /// Trace this process (may be given several times)
@@ -78,11 +81,14 @@ pub struct TraceArgs {
     /// Directory for dumps
     #[arg(short, long, value_name = "DIR", default_value = "memscopeDumpResults", help_heading = "Output")]
     output: PathBuf,
-    /// Formats of the dump; db is what MindStudio Insight opens [csv, db]
+    /// Formats of the dump; db is what MindStudio Insight opens, capture is compressed, for long traces [csv, db, capture]
     #[arg(long, alias = "data-format", value_name = "LIST", default_value = "csv", help_heading = "Output")]
     format: List<FormatWord>,
+    /// Keep the capture of each device of a process below this: of more, the oldest events go, but no block that is alive
+    #[arg(long, value_name = "BYTES", help_heading = "Output")]
+    max_size: Option<Bytes>,
     /// Write no dump
-    #[arg(long, help_heading = "Output", conflicts_with_all = ["output", "format", "events"])]
+    #[arg(long, help_heading = "Output", conflicts_with_all = ["output", "format", "max_size", "events"])]
     no_dump: bool,
     /// The report as one JSON document on standard output (what COMMAND writes there goes to standard error)
     #[arg(long, help_heading = "Output")]
@@ -121,7 +127,7 @@ pub struct TraceArgs {
 words! { Level: "level" { Op = "op" | "0", Kernel = "kernel" | "1" } }
 words! { EventWord: "kind of event" { Alloc = "alloc", Free = "free", Launch = "launch", Access = "access", None = "none" } }
 words! { AnalysisWord: "analysis" { Leaks = "leaks", Inefficient = "inefficient", Decompose = "decompose", None = "none" } }
-words! { FormatWord: "format" { Csv = "csv", Db = "db" } }
+words! { FormatWord: "format" { Csv = "csv", Db = "db", Capture = "capture" } }
 words! { FailWord: "finding" { Leaks = "leaks", Inefficient = "inefficient" } }
 words! { FramesWord: "choice of frames" { User = "user", All = "all" } }
 words! { MechanismWord: "mechanism" { Multi = "multi", PerfCookie = "perf-cookie", PerfSite = "perf-site" } }
@@ -161,6 +167,7 @@ impl FormatWord {
         match self {
             Self::Csv => Format::Csv,
             Self::Db => Format::Db,
+            Self::Capture => Format::Capture,
         }
     }
 }
@@ -203,6 +210,13 @@ impl TraceArgs {
                 classes.insert(Class::LaunchAccess);
             }
         }
+        if let Some(size) = self.max_size {
+            anyhow::ensure!(
+                self.format.0.contains(&FormatWord::Capture),
+                "--max-size needs --format capture: other formats can not let go of what is old"
+            );
+            anyhow::ensure!(size.0 >= SMALLEST_CAPTURE, "--max-size {}: from 1M on", size.0);
+        }
         let devices = self.device.map(|list| list.0).unwrap_or_default();
         let only_devices = if devices.contains(&Device::All) {
             Vec::new()
@@ -224,6 +238,7 @@ impl TraceArgs {
             output: (!self.no_dump).then_some(self.output),
             formats: self.format.0.iter().map(|word| word.format()).collect(),
             dump: DumpSelection { memory, launches, accesses: !off },
+            max_size: self.max_size.map(|size| size.0),
             dump_stacks: if self.flat_stacks { StackStyle::Flat } else { StackStyle::Lines },
             ring_bytes: u32::try_from(self.ring_size.0)
                 .ok()

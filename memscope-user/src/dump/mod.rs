@@ -5,6 +5,7 @@
 //! rows back.
 //! `docs/output-formats.md` describes what is written.
 
+mod capture;
 mod comparison;
 mod csv;
 mod db;

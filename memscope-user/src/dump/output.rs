@@ -179,6 +179,11 @@ impl Dir {
         Ok(File::from(fd))
     }
 
+    /// Removes the file `name`.
+    pub fn remove(&self, name: &str) -> io::Result<()> {
+        Ok(unlinkat(&self.fd, name, UnlinkatFlags::NoRemoveDir)?)
+    }
+
     /// Says in the name of a file that its end is missing. Returns the name that it has then.
     pub fn mark_incomplete(&self, stem: &str, extension: &str) -> String {
         let name = format!("{stem}.{extension}");

@@ -47,6 +47,8 @@ pub(super) enum Dialect {
     Csv,
     /// Values are as they are, but the texts of marks have quotation marks around them.
     Db,
+    /// Values are as they are.
+    Plain,
 }
 
 /// The cells of one row.
@@ -340,7 +342,7 @@ impl Parser {
                 let lines: Vec<_> = text.lines().map(|line| decode_text(line).into_owned()).collect();
                 stack::parse(&lines.join("\n"))
             }
-            Dialect::Db => stack::parse(&text),
+            Dialect::Db | Dialect::Plain => stack::parse(&text),
         };
         let stack = stack.map(Arc::new);
         if self.stacks.len() >= STACKS_KEPT {
@@ -357,7 +359,7 @@ impl Parser {
         let text = String::from_utf8_lossy(cell);
         let name: Name = match self.dialect {
             Dialect::Csv => sanitize(decode_text(&text.replace("\"\"", "\"")).as_bytes()).into(),
-            Dialect::Db => sanitize(text.as_bytes()).into(),
+            Dialect::Db | Dialect::Plain => sanitize(text.as_bytes()).into(),
         };
         if self.names.len() >= NAMES_KEPT {
             self.names.clear();
@@ -373,7 +375,7 @@ impl Parser {
     fn mark(&mut self, cell: &[u8]) -> Name {
         let quoted = |cell| -> Option<&[u8]> { <[u8]>::strip_prefix(cell, b"\"")?.strip_suffix(b"\"") };
         match self.dialect {
-            Dialect::Csv => self.name(cell),
+            Dialect::Csv | Dialect::Plain => self.name(cell),
             Dialect::Db => self.name(quoted(cell).unwrap_or(cell)),
         }
     }
@@ -382,7 +384,7 @@ impl Parser {
         let text = attrs.domain?;
         Some(match self.dialect {
             Dialect::Csv => sanitize(&decode_attr(text)).into(),
-            Dialect::Db => sanitize(text).into(),
+            Dialect::Db | Dialect::Plain => sanitize(text).into(),
         })
     }
 
@@ -401,7 +403,7 @@ impl Parser {
         }
         Some(match self.dialect {
             Dialect::Csv => sanitize(&decode_attr(labels)).into(),
-            Dialect::Db => sanitize(labels).into(),
+            Dialect::Db | Dialect::Plain => sanitize(labels).into(),
         })
     }
 }

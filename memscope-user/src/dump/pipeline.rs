@@ -197,6 +197,7 @@ mod tests {
             output: dir.path().into(),
             formats: vec![Format::Csv],
             stacks: StackStyle::Lines,
+            max_size: None,
             caller: None,
         };
         let writer = Writer::create(config).expect("writable");

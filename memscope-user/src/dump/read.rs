@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::fs::File;
-use std::io::{self, Seek};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -11,6 +11,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use crate::model::Tgid;
 use crate::text::sanitize;
 
+use super::capture::{CaptureSource, captures_of, is_capture};
 use super::csv::CsvSource;
 use super::db::{DbSource, is_database};
 use super::parse::{Continuity, Parsed, RowError};
@@ -39,7 +40,9 @@ pub enum ReadError {
     NotADump { path: PathBuf, begin: String },
     #[error("{} is not a dump: it has no table {table} with the columns {}", .path.display(), super::COLUMNS.join(","))]
     NoTable { path: PathBuf, table: &'static str },
-    #[error("no dump (memscope_dump_*.csv or .db) in {}", .path.display())]
+    #[error("{} is not a capture: {why}", .path.display())]
+    NotACapture { path: PathBuf, why: String },
+    #[error("no dump (memscope_dump_*.csv, .arrows or .db) in {}", .path.display())]
     NothingFound { path: PathBuf },
     #[error(
         "cannot sort {}: {source}; {} needs room for the file once more, or set TMPDIR to another directory",
@@ -66,7 +69,7 @@ impl ReadError {
 #[error("{}:{line}: {kind}", .path.display())]
 pub struct Problem {
     pub path: Arc<Path>,
-    /// Line of a CSV file, row of a database.
+    /// Line of a CSV file, row of a database or a capture.
     pub line: u64,
     pub kind: ProblemKind,
 }
@@ -75,6 +78,10 @@ pub struct Problem {
 pub enum ProblemKind {
     #[error(transparent)]
     Row(#[from] RowError),
+    #[error(
+        "{rows} rows are gone that were before this one (--max-size); the blocks alive then are all there"
+    )]
+    Removed { rows: u64 },
     /// What follows in this file is missing.
     #[error("reading ends here: {0}")]
     Io(String),
@@ -114,7 +121,7 @@ pub struct NumberedRow {
     pub id: u64,
     /// Index into [`Rows::files`].
     pub file: usize,
-    /// Line of a CSV file, row of a database.
+    /// Line of a CSV file, row of a database or a capture.
     pub line: u64,
     /// The size is written with a minus sign, as the 2025 format does for frees.
     pub negative_size: bool,
@@ -202,8 +209,23 @@ pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>, options: Options
             files.push(path.to_owned());
         }
     }
-    let memory = options.memory / files.len().max(1);
-    let sources = files.iter().map(|path| open_file(path, memory)).collect::<Result<Vec<_>, _>>()?;
+    let mut captures = Vec::new();
+    let mut others = Vec::new();
+    for file in files {
+        let of = if looks_like(&file, is_capture)? { &mut captures } else { &mut others };
+        of.push(file);
+    }
+    let captures = captures_of(captures.into_iter());
+    let memory = options.memory / others.len().max(1);
+    let others_sources = others.iter().map(|path| open_file(path, memory));
+    let files: Vec<PathBuf> = others
+        .iter()
+        .cloned()
+        .chain(captures.iter().filter_map(|segments| segments.first().cloned()))
+        .collect();
+    let sources = others_sources
+        .chain(captures.into_iter().map(|segments| Ok(Box::new(CaptureSource::open(segments)?) as _)))
+        .collect::<Result<Vec<_>, _>>()?;
     let (sender, batches) = sync_channel(AHEAD);
     std::thread::Builder::new()
         .name("read".into())
@@ -213,6 +235,7 @@ pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>, options: Options
 }
 
 impl Rows {
+    /// The files; of a capture in segments, the first.
     pub fn files(&self) -> &[PathBuf] {
         &self.files
     }
@@ -239,12 +262,12 @@ impl Iterator for Rows {
     }
 }
 
-/// Collects the dumps in a directory, at any depth, sorted by path. Where there are dumps in both formats, they are the
-/// same ones twice.
+/// Collects the dumps in a directory, at any depth, sorted by path. Where there are dumps in several formats, they are
+/// the same ones again, captures perhaps without the oldest rows.
 fn find(dir: &Path, files: &mut Vec<PathBuf>) -> io::Result<()> {
     let mut entries = std::fs::read_dir(dir)?.collect::<io::Result<Vec<_>>>()?;
     entries.sort_by_key(std::fs::DirEntry::file_name);
-    let (mut csv, mut db) = (Vec::new(), Vec::new());
+    let (mut csv, mut captures, mut db) = (Vec::new(), Vec::new(), Vec::new());
     for entry in entries {
         let kind = entry.file_type()?;
         let name = entry.file_name();
@@ -254,26 +277,30 @@ fn find(dir: &Path, files: &mut Vec<PathBuf>) -> io::Result<()> {
         } else if kind.is_file() && name.starts_with("memscope_dump_") {
             if name.ends_with(".csv") {
                 csv.push(entry.path());
+            } else if name.ends_with(".arrows") {
+                captures.push(entry.path());
             } else if name.ends_with(".db") {
                 db.push(entry.path());
             }
         }
     }
-    files.append(if csv.is_empty() { &mut db } else { &mut csv });
+    if let Some(found) = [csv, db, captures].iter_mut().find(|found| !found.is_empty()) {
+        files.append(found);
+    }
     Ok(())
 }
 
+fn looks_like(path: &Path, kind: impl Fn(&mut File) -> io::Result<bool>) -> Result<bool, ReadError> {
+    let mut file = File::open(path).map_err(|source| ReadError::read(path, source))?;
+    kind(&mut file).map_err(|source| ReadError::read(path, source))
+}
+
 fn open_file(path: &Path, memory: usize) -> Result<Box<dyn Source>, ReadError> {
-    let failed = |source| ReadError::read(path, source);
-    let mut file = File::open(path).map_err(failed)?;
-    let is_database = is_database(&mut file).map_err(failed)?;
-    file.rewind().map_err(failed)?;
-    let path = Arc::from(path);
-    Ok(if is_database {
-        Box::new(DbSource::open(path)?)
-    } else {
-        Box::new(CsvSource::open(path, file, memory)?)
-    })
+    if looks_like(path, is_database)? {
+        return Ok(Box::new(DbSource::open(path.into())?));
+    }
+    let file = File::open(path).map_err(|source| ReadError::read(path, source))?;
+    Ok(Box::new(CsvSource::open(path.into(), file, memory)?))
 }
 
 /// Merges the files and sends what comes of it, until nobody takes it any more.

@@ -11,13 +11,14 @@ use serde::Serialize;
 
 use crate::model::{EventKind, Tgid};
 
+use super::capture::{self, CaptureFile};
 use super::csv::CsvFile;
 use super::db::DbFile;
 use super::output::{Caller, Dir, OutputError, Root};
 use super::record::{Record, records};
 use super::row::{Fact, Place, Row};
 use super::stack::StackStyle;
-use super::table::{Stopped, TableFile};
+use super::table::{Closed, Stopped, TableFile};
 
 /// Device-less rows kept for the files that a process opens later.
 const KEPT_ROWS: usize = 1024;
@@ -31,6 +32,8 @@ pub struct Config {
     pub output: PathBuf,
     pub formats: Vec<Format>,
     pub stacks: StackStyle,
+    /// Bytes of the capture of one device of a process, at most: of more, the oldest rows go.
+    pub max_size: Option<u64>,
     /// Who gets the files; [`Caller::of_sudo`] unless there is a reason for somebody else.
     pub caller: Option<Caller>,
 }
@@ -41,6 +44,16 @@ pub enum Format {
     Csv,
     /// SQLite, which MindStudio Insight opens.
     Db,
+    /// Arrow, compressed: for long traces.
+    Capture,
+}
+
+/// How files are written, of all processes.
+#[derive(Debug, Clone)]
+struct Style {
+    formats: Vec<Format>,
+    stacks: StackStyle,
+    max_size: Option<u64>,
 }
 
 /// What became of one file.
@@ -58,6 +71,8 @@ pub struct FileReport {
     pub bytes: u64,
     /// Rows that belong into the file and are not in it.
     pub missing_rows: u64,
+    /// The oldest rows, which had to go for [`Config::max_size`].
+    pub removed_rows: u64,
     /// Why the file ends early.
     pub failure: Option<WriteFailure>,
 }
@@ -86,8 +101,7 @@ impl WriteFailure {
 /// [`Writer::finish`].
 pub struct Writer {
     root: Root,
-    formats: Vec<Format>,
-    stacks: StackStyle,
+    style: Style,
     projects: FxHashMap<Tgid, Project>,
     reports: Vec<FileReport>,
 }
@@ -96,20 +110,14 @@ impl Writer {
     /// Opens the output directory; fails when nothing can be written there.
     pub fn create(config: Config) -> Result<Self, OutputError> {
         let root = Root::open(&config.output, config.caller)?;
-        Ok(Writer {
-            root,
-            formats: config.formats,
-            stacks: config.stacks,
-            projects: FxHashMap::default(),
-            reports: Vec::new(),
-        })
+        let Config { formats, stacks, max_size, .. } = config;
+        let style = Style { formats, stacks, max_size };
+        Ok(Writer { root, style, projects: FxHashMap::default(), reports: Vec::new() })
     }
 
     pub fn write(&mut self, row: &Row) {
-        let project = self
-            .projects
-            .entry(row.tgid)
-            .or_insert_with(|| Project::new(row.tgid, self.formats.clone(), self.stacks));
+        let style = &self.style;
+        let project = self.projects.entry(row.tgid).or_insert_with(|| Project::new(row.tgid, style.clone()));
         project.write(&self.root.dir, row);
         // The program that comes next is another process in all but its number.
         if row.fact == Fact::Event(EventKind::Exec)
@@ -150,8 +158,7 @@ impl Writer {
 /// The rows of one process.
 struct Project {
     tgid: Tgid,
-    formats: Vec<Format>,
-    stacks: StackStyle,
+    style: Style,
     /// Made with the first file.
     dir: Option<Result<Dir, Refused>>,
     next_id: u64,
@@ -178,11 +185,10 @@ enum End {
 }
 
 impl Project {
-    fn new(tgid: Tgid, formats: Vec<Format>, stacks: StackStyle) -> Self {
+    fn new(tgid: Tgid, style: Style) -> Self {
         Project {
             tgid,
-            formats,
-            stacks,
+            style,
             dir: None,
             next_id: 0,
             tables: BTreeMap::new(),
@@ -241,11 +247,11 @@ impl Project {
     }
 
     fn tables_of(&mut self, root: &Dir, place: Place) -> &mut [Table] {
-        let Project { tgid, formats, stacks, dir, tables, kept, .. } = self;
+        let Project { tgid, style, dir, tables, kept, .. } = self;
         tables.entry(place).or_insert_with(|| {
             let dir = dir.get_or_insert_with(|| make_project_dir(root, *tgid));
             let mut tables: Vec<Table> =
-                formats.iter().map(|format| Table::open(dir.as_ref(), *format, *stacks, place)).collect();
+                style.formats.iter().map(|format| Table::open(dir.as_ref(), *format, style, place)).collect();
             for (first_id, row) in kept.iter() {
                 let mut id = *first_id;
                 records(row, |record| {
@@ -276,7 +282,7 @@ impl Project {
             reports.extend(tables.into_iter().map(|table| table.finish(self.tgid, place)));
         }
         if unplaced > 0 {
-            reports.extend(self.formats.iter().map(|format| FileReport {
+            reports.extend(self.style.formats.iter().map(|format| FileReport {
                 path: PathBuf::new(),
                 format: *format,
                 pid: self.tgid,
@@ -284,6 +290,7 @@ impl Project {
                 rows: 0,
                 bytes: 0,
                 missing_rows: unplaced,
+                removed_rows: 0,
                 failure: None,
             }));
         }
@@ -329,11 +336,12 @@ struct Table {
     rows: u64,
     bytes: u64,
     missing_rows: u64,
+    removed_rows: u64,
     failure: Option<WriteFailure>,
 }
 
 impl Table {
-    fn open(project: Result<&Dir, &Refused>, format: Format, stacks: StackStyle, place: Place) -> Self {
+    fn open(project: Result<&Dir, &Refused>, format: Format, style: &Style, place: Place) -> Self {
         let mut table = Table {
             path: PathBuf::new(),
             format,
@@ -341,6 +349,7 @@ impl Table {
             rows: 0,
             bytes: 0,
             missing_rows: 0,
+            removed_rows: 0,
             failure: None,
         };
         let project = match project {
@@ -366,11 +375,15 @@ impl Table {
         let file: io::Result<Box<dyn TableFile>> = match format {
             Format::Csv => {
                 table.path.set_extension("csv");
-                CsvFile::create(dir, stem, stacks).map(|file| Box::new(file) as _)
+                CsvFile::create(dir, stem, style.stacks).map(|file| Box::new(file) as _)
             }
             Format::Db => {
                 table.path.set_extension("db");
-                DbFile::create(dir, stem, stacks).map(|file| Box::new(file) as _)
+                DbFile::create(dir, stem, style.stacks).map(|file| Box::new(file) as _)
+            }
+            Format::Capture => {
+                table.path.set_file_name(capture::first_name(&stem, style.max_size));
+                CaptureFile::create(dir, stem, style.max_size).map(|file| Box::new(file) as _)
             }
         };
         match file {
@@ -405,13 +418,14 @@ impl Table {
     }
 
     fn stop(&mut self, stopped: Stopped) {
-        let Stopped { reason, name, lost_rows, bytes } = stopped;
+        let Stopped { reason, name, lost_rows, removed_rows, bytes } = stopped;
         tracing::warn!(
             "{}: {reason}; the dump of this device ends here, tracing goes on",
             self.path.display()
         );
-        self.rows -= lost_rows;
+        self.rows -= lost_rows + removed_rows;
         self.missing_rows += lost_rows;
+        self.removed_rows = removed_rows;
         self.failure = Some(WriteFailure { action: "write", reason });
         self.path.set_file_name(name);
         self.bytes = bytes;
@@ -420,11 +434,25 @@ impl Table {
 
     fn finish(mut self, pid: Tgid, place: Place) -> FileReport {
         match self.file.take().map(|file| file.close()) {
-            Some(Ok(bytes)) => self.bytes = bytes,
+            Some(Ok(Closed { name, bytes, removed_rows })) => {
+                self.path.set_file_name(name);
+                (self.bytes, self.removed_rows) = (bytes, removed_rows);
+                self.rows -= removed_rows;
+            }
             Some(Err(stopped)) => self.stop(stopped),
             None => {}
         }
-        let Table { path, format, rows, bytes, missing_rows, failure, .. } = self;
-        FileReport { path, format, pid, device: Some(place), rows, bytes, missing_rows, failure }
+        let Table { path, format, rows, bytes, missing_rows, removed_rows, failure, .. } = self;
+        FileReport {
+            path,
+            format,
+            pid,
+            device: Some(place),
+            rows,
+            bytes,
+            missing_rows,
+            removed_rows,
+            failure,
+        }
     }
 }

@@ -168,3 +168,144 @@ fn table(memory: Memory, types: &Types, address: u64) -> Option<Vec<u8>> {
     }
     Some(bytes)
 }
+
+#[cfg(test)]
+#[path = "../../tests/fuzzing/mod.rs"]
+mod fuzzing;
+
+#[cfg(test)]
+mod tests {
+    use super::{fuzzing::*, *};
+    use crate::{model::Tgid, probes::elf::Arch};
+
+    const TYPES: Types = Types { code: 0xc0de, text: 0x7e47, bytes: 0xb17e };
+
+    /// Objects of an interpreter, in memory of our own.
+    struct Objects {
+        memory: Vec<u8>,
+        used: usize,
+    }
+
+    impl Objects {
+        fn address(&self, at: usize) -> u64 {
+            self.memory.as_ptr() as u64 + at as u64
+        }
+
+        fn put(&mut self, at: usize, bytes: &[u8]) {
+            self.memory[at..at + bytes.len()].copy_from_slice(bytes);
+        }
+
+        /// An object of so many bytes that someone refers to.
+        fn object(&mut self, of_type: u64, bytes: usize) -> usize {
+            let at = self.used;
+            self.used = (at + bytes).next_multiple_of(16);
+            self.put(at, &1u64.to_le_bytes());
+            self.put(at + 8, &of_type.to_le_bytes());
+            at
+        }
+
+        fn text(&mut self, format: &InStr, text: &[u8], width: u32) -> u64 {
+            let at = self.object(TYPES.text, usize::from(format.other) + text.len() + 8);
+            let ascii = width == 1 && text.is_ascii();
+            let state = 1 << 5 | width << 2 | u32::from(ascii) << 6;
+            self.put(at + 16, &(text.len() as u64 / u64::from(width)).to_le_bytes());
+            self.put(at + 32, &state.to_le_bytes());
+            self.put(at + usize::from(if ascii { format.ascii } else { format.other }), text);
+            self.address(at)
+        }
+
+        fn bytes(&mut self, bytes: &[u8]) -> u64 {
+            let at = self.object(TYPES.bytes, 32 + bytes.len());
+            self.put(at + 16, &(bytes.len() as u64).to_le_bytes());
+            self.put(at + 32, bytes);
+            self.address(at)
+        }
+    }
+
+    /// The objects of a function, the address of its code and its identity.
+    fn function(offsets: &Offsets, name: &str, lines: &[u8]) -> (Objects, u64, u64) {
+        let mut objects = Objects { memory: vec![0; 1 << 14], used: 0 };
+        let format = offsets.in_code;
+        let code = objects.object(TYPES.code, format.bytes.into());
+        let name = objects.text(&offsets.in_str, name.as_bytes(), 1);
+        let file = objects.text(&offsets.in_str, &[b'/', 0, 0x4e, 0x2d], 2);
+        let lines = objects.bytes(lines);
+        let at = |offset: u16| code + usize::from(offset);
+        objects.put(at(format.filename), &file.to_le_bytes());
+        objects.put(at(format.name), &name.to_le_bytes());
+        objects.put(at(format.qualname.unwrap_or(format.name)), &name.to_le_bytes());
+        objects.put(at(format.lines), &lines.to_le_bytes());
+        objects.put(at(format.first_line), &7u32.to_le_bytes());
+        let identity = identity_of(&objects.memory[code..], &format).expect("it is whole");
+        let address = objects.address(code);
+        (objects, address, identity)
+    }
+
+    fn versions() -> Vec<Offsets> {
+        let archs = [Arch::X86_64, Arch::Aarch64];
+        (8..=13)
+            .flat_map(|minor| archs.map(|arch| Offsets::of(minor, arch).expect("a known version")))
+            .collect()
+    }
+
+    fn own_memory() -> Memory {
+        Memory(Tgid(std::process::id()))
+    }
+
+    #[test]
+    fn texts_are_read_from_memory() {
+        for offsets in versions() {
+            let (_objects, address, identity) = function(&offsets, "Model.forward", &[]);
+            let read = |identity| Code::read(own_memory(), &offsets, &TYPES, address, identity);
+            let code = read(identity).expect("it is there");
+            assert_eq!((&*code.function, &*code.file), ("Model.forward", "/\u{2d4e}"));
+            assert!(read(identity + 1).is_none(), "another one by now");
+        }
+    }
+
+    /// Whatever is in memory: no panic, and nothing of any size that it claims.
+    #[test]
+    fn fuzz_code() {
+        let versions = versions();
+        rounds("code", 3000, |random| {
+            let offsets = random.pick(&versions);
+            let lines: Vec<u8> = (0..random.below(300)).map(|_| random.next() as u8).collect();
+            let (mut objects, address, identity) = function(offsets, "f", &lines);
+            let used = objects.used;
+            for _ in 0..random.below(6) {
+                let at = random.below(used / 8) * 8;
+                let inside = objects.address(random.below(used));
+                let word = *random.pick(&[
+                    0,
+                    1,
+                    u64::MAX,
+                    1 << 47,
+                    1 << 20,
+                    1 << 32,
+                    inside,
+                    TYPES.text,
+                    TYPES.code,
+                ]);
+                objects.put(at, &word.to_le_bytes());
+            }
+            let format = offsets.in_code;
+            let start = (address - objects.address(0)) as usize;
+            let now = identity_of(&objects.memory[start..], &format).unwrap_or(identity);
+            if let Some(code) = Code::read(own_memory(), offsets, &TYPES, address, now) {
+                assert!(code.function.len() <= 4 * 8 * TEXT_MOST as usize);
+                let _ = code.at(random.next() >> random.below(64), random.one_in(2));
+                let _ = code.at(code.instructions + random.below(1 << 12) as u64, random.one_in(2));
+            }
+            // A table that is nearly one, and what it says at every place.
+            let mut table = lines.clone();
+            damage(
+                &mut table,
+                &[&[0xff; 12], &[0xf0, 0x7f, 0x7f, 0x7f, 0x7f, 0x7f, 0x7f, 0x7f, 0x7f, 0x3f]],
+                random,
+            );
+            for offset in [0, 1, 50, 1000, u32::MAX] {
+                let _ = line(format.format, &table, random.next() as u32, offset);
+            }
+        });
+    }
+}

@@ -54,11 +54,11 @@ fn locations(table: &[u8], first_line: u32, offset: u32) -> Option<u32> {
     while let [head, tail @ ..] = rest {
         let body = tail.iter().position(|byte| byte & 0x80 != 0).unwrap_or(tail.len());
         let kind = (head >> 3) & 15;
-        line += match kind {
+        line = line.saturating_add(match kind {
             10..=12 => i64::from(kind) - 10,
             13 | 14 => signed_varint(tail.get(..body)?),
             _ => 0,
-        };
+        });
         end = end.saturating_add((u32::from(head & 7) + 1) * 2);
         if offset < end {
             return u32::try_from(line).ok().filter(|_| kind != NO_LINE);

@@ -9,7 +9,7 @@ use crate::dump::output::Dir;
 use crate::dump::record::{Label, Owner, Record, Value};
 use crate::dump::row::Row;
 use crate::dump::stack::{self, StackStyle};
-use crate::dump::table::{Stopped, TableFile};
+use crate::dump::table::{Closed, Stopped, TableFile};
 use crate::text::sanitize;
 
 /// Bytes gathered before they are written without waiting for a flush.
@@ -57,7 +57,7 @@ impl CsvFile {
             );
         }
         let name = self.dir.mark_incomplete(&self.stem, EXTENSION);
-        Stopped { reason: error.to_string(), name, lost_rows, bytes: self.written }
+        Stopped { reason: error.to_string(), name, lost_rows, removed_rows: 0, bytes: self.written }
     }
 }
 
@@ -84,9 +84,10 @@ impl TableFile for CsvFile {
         Ok(())
     }
 
-    fn close(mut self: Box<Self>) -> Result<u64, Stopped> {
+    fn close(mut self: Box<Self>) -> Result<Closed, Stopped> {
         self.flush()?;
-        Ok(self.written)
+        let name = format!("{}.{EXTENSION}", self.stem);
+        Ok(Closed { name, bytes: self.written, removed_rows: 0 })
     }
 }
 

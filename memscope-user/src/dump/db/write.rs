@@ -12,7 +12,7 @@ use crate::dump::output::Dir;
 use crate::dump::record::{Label, Owner, Record, Value};
 use crate::dump::row::Row;
 use crate::dump::stack::{self, StackStyle};
-use crate::dump::table::{Stopped, TableFile};
+use crate::dump::table::{Closed, Stopped, TableFile};
 use crate::text::sanitize;
 
 use super::{TABLE, TYPES};
@@ -113,7 +113,7 @@ impl DbFile {
         let has_log = self.dir.size_of(&format!("{name}-wal")).is_some_and(|bytes| bytes > 0);
         let name = if has_log { name } else { self.dir.mark_incomplete(&self.stem, EXTENSION) };
         let bytes = self.dir.size_of(&name).unwrap_or(0);
-        Stopped { reason: error.to_string(), name, lost_rows: self.uncommitted, bytes }
+        Stopped { reason: error.to_string(), name, lost_rows: self.uncommitted, removed_rows: 0, bytes }
     }
 }
 
@@ -141,7 +141,7 @@ impl TableFile for DbFile {
         self.commit().map_err(|error| self.stop(error))
     }
 
-    fn close(mut self: Box<Self>) -> Result<u64, Stopped> {
+    fn close(mut self: Box<Self>) -> Result<Closed, Stopped> {
         self.flush()?;
         if let Some(connection) = self.connection.take()
             && let Err((connection, error)) = connection.close()
@@ -149,7 +149,9 @@ impl TableFile for DbFile {
             drop(connection);
             return Err(self.stop(error));
         }
-        Ok(self.dir.size_of(&format!("{}.{EXTENSION}", self.stem)).unwrap_or(0))
+        let name = format!("{}.{EXTENSION}", self.stem);
+        let bytes = self.dir.size_of(&name).unwrap_or(0);
+        Ok(Closed { name, bytes, removed_rows: 0 })
     }
 }
 
