@@ -238,6 +238,57 @@ fn a_running_training_loop_is_traced_and_its_leaks_are_exactly_the_truth() -> Re
     Ok(())
 }
 
+/// The ways in which programs keep what they should not, and one in which they may.
+#[test]
+fn what_programs_keep_is_told_by_the_line_that_keeps_it() -> Result<()> {
+    const JUDGED: u64 = 36;
+    let ground = GROUNDS[0];
+    if !ground.is_ready() {
+        return Ok(());
+    }
+    for kind in ["varying", "helper", "concat", "filled"] {
+        let run = Run::held(ground, "keep.py", &[kind, "--end", "os-exit"], &[])?;
+        let pid = run.target.pid();
+        let tracer = Tracer::start(&["-p", &pid.to_string(), "--fail-on", "leaks"])?.attached()?;
+        run.go()?;
+        let (pid, lines, traced) = run.finish(tracer)?;
+        let report = traced.report()?;
+        let device = report.device(pid, 0)?;
+        let blocks = || device["leaks"].as_array().into_iter().flatten();
+        // What the first step allocates warms up, the last one is not judged, and nor are blocks of a line that also
+        // holds a ring as long as they may be part of it.
+        let kept = lines.iter().filter(|line| line["event"] == "keep" && line["kind"] == kind);
+        let wanted: BTreeSet<(u64, u64, u64)> = kept
+            .map(|line| (&line["step"], &line["ptr"], &line["line"]))
+            .filter_map(|(step, ptr, line)| Some((step.as_u64()?, ptr.as_u64()?, line.as_u64()?)))
+            .filter(|(step, ..)| (2..=JUDGED).contains(step))
+            .collect();
+        let found: BTreeSet<(u64, u64, u64)> = blocks()
+            .filter_map(|leak| {
+                let line = leak["python"].as_array()?.iter().find(|frame| frame["function"] == "main")?;
+                let ptr = memscope_e2e::pointer(leak["ptr"].as_str()?);
+                Some((leak["step"].as_u64()?, ptr, line["line"].as_u64()?))
+            })
+            .filter(|(step, ..)| *step <= JUDGED)
+            .collect();
+        assert_eq!(found, wanted, "{kind}");
+        let pattern = if kind == "filled" { "settled" } else { "recurring" };
+        assert!(blocks().all(|leak| leak["pattern"] == pattern), "{kind}: {device}");
+        let findings = matches!(kind, "varying" | "helper");
+        assert_eq!(traced.status.code(), Some(i32::from(findings)), "{kind}");
+        let growth: Vec<&Value> = device["growth"].as_array().into_iter().flatten().collect();
+        match (kind, &growth[..]) {
+            ("concat", [trend]) => {
+                let per_step = trend["bytes_per_step"].as_u64().unwrap_or(0);
+                assert!((25 << 10..50 << 10).contains(&per_step), "{trend}");
+                assert_eq!(trend["place"]["function"], "main", "{trend}");
+            }
+            (kind, growth) => assert!(kind != "concat" && growth.is_empty(), "{kind}: {growth:?}"),
+        }
+    }
+    Ok(())
+}
+
 /// A steady ring of batches, a bounded cache, late frees and state, and no leak.
 #[test]
 fn a_loop_without_leaks_has_none() -> Result<()> {

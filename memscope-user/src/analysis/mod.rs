@@ -3,6 +3,7 @@
 pub mod compare;
 pub mod decompose;
 pub mod fluctuation;
+pub mod growth;
 pub mod inefficient;
 pub mod infer_steps;
 pub mod leaks;
@@ -15,6 +16,7 @@ use crate::model::{Change, Event, Ledger, Nanos, StepRule, StepsFrom};
 
 use decompose::Decompose;
 use fluctuation::Fluctuation;
+use growth::Growth;
 use inefficient::Inefficient;
 use infer_steps::StepInference;
 use leaks::Leaks;
@@ -39,6 +41,8 @@ pub struct Online {
     pub ledger: Ledger,
     /// `None` when it was not asked for.
     pub leaks: Option<Leaks>,
+    /// With the leaks.
+    pub growth: Option<Growth>,
     pub fluctuation: Fluctuation,
     pub oom: OutOfMemory,
     pub marks: Marks,
@@ -50,7 +54,12 @@ pub struct Online {
 
 impl Online {
     pub fn new(rule: StepRule, leaks: bool) -> Self {
-        Online { ledger: Ledger::new(rule), leaks: leaks.then(Leaks::default), ..Online::default() }
+        Online {
+            ledger: Ledger::new(rule),
+            leaks: leaks.then(Leaks::default),
+            growth: leaks.then(Growth::default),
+            ..Online::default()
+        }
     }
 
     /// Infers steps from operators as well, or from these alone. Without this, only [`StepsFrom::Marks`].
@@ -109,6 +118,9 @@ impl Online {
         let change = self.ledger.apply(event);
         if let Some(leaks) = &mut self.leaks {
             leaks.observe(event, &change, &self.ledger);
+        }
+        if let Some(growth) = &mut self.growth {
+            growth.observe(event, &change, &self.ledger);
         }
         self.fluctuation.observe(event, &change, &self.ledger);
         self.oom.observe(event, &change, &self.ledger);

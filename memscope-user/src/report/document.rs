@@ -10,6 +10,7 @@ use serde::{Serialize, ser::SerializeStruct};
 use crate::analysis::Online;
 use crate::analysis::decompose::Decomposition;
 use crate::analysis::fluctuation::Extremes;
+use crate::analysis::growth::{Source, Trend};
 use crate::analysis::inefficient;
 use crate::analysis::leaks::{Late, LateGroup, Like, Pattern, Reason, Verdicts};
 use crate::analysis::oom::Oom;
@@ -188,6 +189,8 @@ pub struct Device {
     pub late_total: Count,
     pub late_groups: Vec<LateFacts>,
     pub not_judged_total: Count,
+    /// Lines whose live bytes grow without blocks that leak; steepest first.
+    pub growth: Vec<GrowthFacts>,
     pub oom: Vec<OomFacts>,
     pub reconciliation: Option<ReconciliationFacts>,
     /// The process's step that ended last; 0: none. Steps from 2 to the one before it were judged.
@@ -270,6 +273,38 @@ impl Serialize for StackOf {
         fields.serialize_field("python", self.frames(Whose::Own))?;
         fields.serialize_field("via", self.frames(Whose::Via))?;
         fields.end()
+    }
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct GrowthFacts {
+    pub pool: Pool,
+    /// `None` where the place tells.
+    pub op: Option<Name>,
+    pub place: Option<Frame>,
+    pub bytes_per_step: u64,
+    /// Live bytes at the end of these steps.
+    pub first_bytes: u64,
+    pub last_bytes: u64,
+    pub first_step: StepId,
+    pub last_step: StepId,
+    /// Share of the variance that steady growth explains, 0 to 1.
+    pub fit: f64,
+}
+
+impl GrowthFacts {
+    fn new(trend: Trend) -> Self {
+        GrowthFacts {
+            pool: trend.source.pool,
+            op: trend.source.op,
+            place: trend.source.place,
+            bytes_per_step: trend.per_step.max(0.0).round() as u64,
+            first_bytes: trend.first_bytes,
+            last_bytes: trend.last_bytes,
+            first_step: trend.first_step,
+            last_step: trend.last_step,
+            fit: trend.fit,
+        }
     }
 }
 
@@ -451,6 +486,9 @@ impl Document {
 fn process_devices(position: usize, process: &Process, online: &Online) -> Vec<Device> {
     let mut verdicts =
         online.leaks.as_ref().map(|leaks| leaks.verdicts(position, process)).unwrap_or_default();
+    let mut growth =
+        online.growth.as_ref().map(|growth| growth.trends(position, process)).unwrap_or_default();
+    growth.retain(|trend| !is_leaking(trend, &verdicts));
     let ooms = online.oom.of(position);
     let mut devices: Vec<Device> = process
         .devices()
@@ -458,6 +496,10 @@ fn process_devices(position: usize, process: &Process, online: &Online) -> Vec<D
         .filter(|memory| Pool::ALL.into_iter().any(|pool| memory.pool(pool).was_used()))
         .map(|memory| device(memory, process, &mut verdicts))
         .collect();
+    for device in &mut devices {
+        let growth = growth.extract_if(.., |trend| trend.source.device == device.device);
+        device.growth = growth.map(GrowthFacts::new).collect();
+    }
     for oom in ooms {
         let at = devices.iter().position(|device| device.device == oom.device).unwrap_or_else(|| {
             devices.push(empty_device(process, oom.device));
@@ -486,10 +528,18 @@ fn empty_device(process: &Process, device: Option<DeviceId>) -> Device {
         late_total: Count::default(),
         late_groups: Vec::new(),
         not_judged_total: Count::default(),
+        growth: Vec::new(),
         oom: Vec::new(),
         reconciliation: None,
         last_step_ended: process.steps().last_ended(),
     }
+}
+
+/// Whether what grows are blocks that were told of as leaks, by half at least.
+fn is_leaking(trend: &Trend, verdicts: &Verdicts) -> bool {
+    let leaks = verdicts.leaks.iter().filter(|(block, _)| Source::of(block) == trend.source);
+    let leaked = leaks.fold(0_u64, |sum, (block, _)| sum.saturating_add(block.size));
+    leaked >= trend.last_bytes.saturating_sub(trend.first_bytes) / 2
 }
 
 /// Takes what concerns this device out of the verdicts.

@@ -8,7 +8,7 @@ use crate::analysis::leaks::size_class;
 use crate::model::{Count, DeviceId, Frame, Name, Pool, Stack, StepId, Tgid, Tid, Whose};
 
 use super::document::{
-    BlockFacts, Device, Document, FreeFacts, OomFacts, PoolFacts, ReconciliationFacts, StackOf,
+    BlockFacts, Device, Document, FreeFacts, GrowthFacts, OomFacts, PoolFacts, ReconciliationFacts, StackOf,
 };
 use super::{decompose, inefficient, units};
 
@@ -32,6 +32,7 @@ pub fn render(document: &Document, colour: bool, all_frames: bool) -> String {
     report.inferred_steps(&mut out);
     report.out_of_memory(&mut out);
     report.leaks(&mut out);
+    report.growth(&mut out);
     report.late(&mut out);
     report.not_judged(&mut out);
     report.fluctuation(&mut out);
@@ -270,6 +271,41 @@ impl Report<'_> {
         if let Some(more) = by_caller.len().checked_sub(CALLERS_SHOWN).filter(|more| *more > 0) {
             line(out, &format!("     and by {more} more callers (--json lists them)"));
         }
+    }
+
+    fn growth(&self, out: &mut String) {
+        let trends = self.trends();
+        for (device, trend) in trends.iter().take(GROUPS_SHOWN) {
+            let mut text = format!(
+                "{} {} {}: +{}/step",
+                self.paint.alarm("GROWS"),
+                self.place(device),
+                trend.pool,
+                units::bytes(trend.bytes_per_step),
+            );
+            whence_of(&mut text, trend);
+            line(out, &text);
+            let text = format!(
+                "     {} live at the end of step {}, {} at that of step {}; its blocks are freed, but more take their place",
+                units::bytes(trend.first_bytes),
+                trend.first_step,
+                units::bytes(trend.last_bytes),
+                trend.last_step,
+            );
+            line(out, &text);
+        }
+        if let Some(more) = trends.len().checked_sub(GROUPS_SHOWN).filter(|more| *more > 0) {
+            line(out, &format!("  and {more} slower ones (--json lists them)"));
+        }
+    }
+
+    /// Steepest first.
+    fn trends(&self) -> Vec<(&Device, &GrowthFacts)> {
+        let devices = self.document.devices.iter();
+        let mut trends: Vec<_> =
+            devices.flat_map(|device| device.growth.iter().map(move |trend| (device, trend))).collect();
+        trends.sort_by_key(|(_, trend)| std::cmp::Reverse(trend.bytes_per_step));
+        trends
     }
 
     fn late(&self, out: &mut String) {
@@ -635,6 +671,10 @@ impl Report<'_> {
                 );
             }
             text
+        } else if let Some((_, trend)) = self.trends().first() {
+            let mut text = "see what is added in each step to the memory that is allocated".to_owned();
+            whence_of(&mut text, trend);
+            text
         } else if document.devices.is_empty() {
             let hint = match document.targets.first() {
                 Some(target) if !document.processes.iter().all(|process| process.ended.is_some()) => {
@@ -739,6 +779,15 @@ pub(super) fn device_name(device: Option<DeviceId>) -> String {
 fn whence(text: &mut String, block: &BlockFacts) {
     around(text, ",", block);
     at(text, ",", &block.stack);
+}
+
+fn whence_of(text: &mut String, trend: &GrowthFacts) {
+    match (&trend.place, &trend.op) {
+        (Some(place), _) => write!(text, " at {}", units::place(place)),
+        (None, Some(op)) => write!(text, " around {op}"),
+        (None, None) => Ok(()),
+    }
+    .unwrap_or_default();
 }
 
 fn around(text: &mut String, comma: &str, block: &BlockFacts) {
