@@ -744,6 +744,9 @@ fn any_fact() -> impl Strategy<Value = Fact> {
             .prop_map(|(text, domain, range)| Fact::Event(EventKind::RangeBegin { range, text, domain })),
         (1..u64::MAX).prop_map(|range| Fact::Event(EventKind::RangeEnd { range: Some(range) })),
         Just(Fact::Event(EventKind::DeviceReset { device: DeviceId(2) })),
+        (ptr.clone(), any::<u64>(), ptr.clone())
+            .prop_map(|(ptr, size, handle)| Fact::Event(EventKind::Map { ptr, size, handle })),
+        ptr.clone().prop_map(|ptr| Fact::Event(EventKind::Unmap { ptr })),
         Just(Fact::Event(EventKind::AclInit)),
         Just(Fact::Event(EventKind::AclFinalize)),
         any::<u64>().prop_map(|events| Fact::Lost { events }),

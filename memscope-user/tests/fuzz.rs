@@ -36,7 +36,7 @@ fn fixture(name: &str) -> Vec<u8> {
 
 /// Opens a dump and does everything with it that a verb does.
 fn exercise(path: &Path) {
-    let Ok(rows) = open([path], Options { memory: 1 << 16 }) else { return };
+    let Ok(mut rows) = open([path], Options { memory: 1 << 16 }) else { return };
     let rule = StepRule::default();
     let mut online = Online::new(rule.clone(), true)
         .with_steps_from(&rule, StepsFrom::MarksOrOps)
@@ -47,7 +47,7 @@ fn exercise(path: &Path) {
     let mut leaks = OfflineLeaks::new(mark);
     let mut sides = [Level::Op, Level::Kernel].map(Sequences::new);
     let mut profiler = Profiler::new(rule, [Some(Side::Whole), Some(Side::Step(StepId(2)))]);
-    for row in rows {
+    for row in rows.by_ref() {
         leaks.observe(&row);
         profiler.observe(&row);
         drgpum.observe_row(&row, &mut |_| {});
@@ -56,6 +56,9 @@ fn exercise(path: &Path) {
             online.feed(event, |_, _, _| {});
         }
     }
+    let problems = rows.problems().first.iter().map(ToString::to_string);
+    let fault = problems.into_iter().find(|problem| problem.contains("fault of memscope-trace"));
+    assert_eq!(fault, None, "a reader panicked");
     online.finish(|_, _, _| {});
     drgpum.finish(&mut |_| {});
     let _ = (drgpum.report(), leaks.finish());
@@ -95,6 +98,12 @@ fn events() -> Vec<Event> {
                 kinds.push(EventKind::Free(Free { pool, device, ptr, size: Some(size), totals }));
             }
         }
+        kinds.push(EventKind::Map {
+            ptr: DevicePtr(0x5000_0000 * step),
+            size: 2 << 20,
+            handle: DevicePtr(0x9000_0000 * step),
+        });
+        kinds.push(EventKind::Unmap { ptr: DevicePtr(0x5000_0000 * (step - 1)) });
         let (pool, ptr, size) = (Pool::Hal, DevicePtr(0x9000_0000 * step), 2 << 20);
         kinds.push(EventKind::Alloc(Alloc {
             pool,

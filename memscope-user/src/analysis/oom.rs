@@ -307,6 +307,7 @@ mod tests {
             free_bytes: 40 * MIB,
             largest_free: 20 * MIB,
             pieces: 2,
+            ..FreeSpace::default()
         };
         assert_eq!(oom.free, [(Pool::Pta, space)]);
         let latest: Vec<u64> = oom.latest.iter().map(|block| block.size / MIB).collect();

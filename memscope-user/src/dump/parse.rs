@@ -103,6 +103,7 @@ pub(super) struct Attrs<'a> {
     api_size: Option<&'a [u8]>,
     range: Option<&'a [u8]>,
     domain: Option<&'a [u8]>,
+    handle: Option<&'a [u8]>,
 }
 
 impl<'a> Attrs<'a> {
@@ -127,6 +128,7 @@ impl<'a> Attrs<'a> {
             b"api_size" => &mut self.api_size,
             b"range" => &mut self.range,
             b"domain" => &mut self.domain,
+            b"handle" => &mut self.handle,
             _ => return,
         };
         *slot = Some(value);
@@ -307,6 +309,15 @@ impl Parser {
             (b"SYSTEM", b"ACL_FINI" | b"acl fini" | b"acl finalize") => Fact::Event(EventKind::AclFinalize),
             (b"SYSTEM", b"EXEC") => Fact::Event(EventKind::Exec),
             (b"SYSTEM", b"EXIT") => Fact::Event(EventKind::Exit),
+            (b"SYSTEM", b"MAP") => {
+                let missing = |attr| RowError::Missing { event: "MAP", attr };
+                Fact::Event(EventKind::Map {
+                    ptr: address("MAP", fields)?,
+                    size: attrs.size.and_then(u64_of).ok_or(missing("size"))?,
+                    handle: attrs.handle.and_then(u64_of).map(DevicePtr).ok_or(missing("handle"))?,
+                })
+            }
+            (b"SYSTEM", b"UNMAP") => Fact::Event(EventKind::Unmap { ptr: address("UNMAP", fields)? }),
             (b"SYSTEM", b"DEVICE_RESET") => Fact::Event(EventKind::DeviceReset { device: DeviceId(0) }),
             (b"SYSTEM", b"STEP") => {
                 Fact::StepEnd { number: cell("Name", fields.name, u64_of, "the number of a step")? }

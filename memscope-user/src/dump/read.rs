@@ -7,6 +7,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::JoinHandle;
 
 use crate::model::Tgid;
 use crate::text::sanitize;
@@ -186,6 +187,8 @@ pub struct Rows {
     problems: Problems,
     batch: std::vec::IntoIter<NumberedRow>,
     batches: Receiver<Batch>,
+    /// Reads; until it is known how that ended.
+    thread: Option<JoinHandle<()>>,
 }
 
 #[derive(Default)]
@@ -227,11 +230,17 @@ pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>, options: Options
         .chain(captures.into_iter().map(|segments| Ok(Box::new(CaptureSource::open(segments)?) as _)))
         .collect::<Result<Vec<_>, _>>()?;
     let (sender, batches) = sync_channel(AHEAD);
-    std::thread::Builder::new()
+    let thread = std::thread::Builder::new()
         .name("read".into())
         .spawn(move || merge(sources, &sender))
         .map_err(ReadError::Thread)?;
-    Ok(Rows { files, problems: Problems::default(), batch: Vec::new().into_iter(), batches })
+    Ok(Rows {
+        files,
+        problems: Problems::default(),
+        batch: Vec::new().into_iter(),
+        batches,
+        thread: Some(thread),
+    })
 }
 
 impl Rows {
@@ -255,11 +264,23 @@ impl Iterator for Rows {
             if let Some(row) = self.batch.next() {
                 return Some(row);
             }
-            let batch = self.batches.recv().ok()?;
+            let Ok(batch) = self.batches.recv() else {
+                if let Some(problem) = self.thread.take().and_then(|thread| failure(thread, &self.files)) {
+                    self.problems.add(problem);
+                }
+                return None;
+            };
             batch.problems.into_iter().for_each(|problem| self.problems.add(problem));
             self.batch = batch.rows.into_iter();
         }
     }
+}
+
+/// What is missing when a thread that reads has panicked: a fault of ours, which must not look like the end of a dump.
+pub(super) fn failure(thread: JoinHandle<()>, files: &[PathBuf]) -> Option<Problem> {
+    let path = files.first().map(PathBuf::as_path).unwrap_or(Path::new(""));
+    let kind = || ProblemKind::Io("the reader failed, a fault of memscope-trace: please report it".into());
+    thread.join().is_err().then(|| Problem { path: path.into(), line: 0, kind: kind() })
 }
 
 /// Collects the dumps in a directory, at any depth, sorted by path. Where there are dumps in several formats, they are

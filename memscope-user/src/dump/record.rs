@@ -159,14 +159,23 @@ pub(super) fn records<'a>(row: &'a Row, mut put: impl FnMut(Record<'a>)) {
                 .named(Label::Mark(text.into()))
                 .with(range.map(|range| ("range", Value::Number(range)))));
         }
+        Fact::Event(EventKind::Map { ptr, size, handle }) => {
+            let mut record = new("SYSTEM", "MAP").with([
+                ("addr", Value::Address(*ptr)),
+                ("size", Value::Number(*size)),
+                ("handle", Value::Address(*handle)),
+            ]);
+            record.ptr = Some(*ptr);
+            put(record);
+        }
+        Fact::Event(EventKind::Unmap { ptr }) => {
+            let mut record = new("SYSTEM", "UNMAP").with([("addr", Value::Address(*ptr))]);
+            record.ptr = Some(*ptr);
+            put(record);
+        }
         // Each row carries its device already; steps can be inferred again.
-        Fact::Event(
-            EventKind::DeviceSet { .. }
-            | EventKind::Map { .. }
-            | EventKind::Unmap { .. }
-            | EventKind::StepInferred(_)
-            | EventKind::StepsRetracted,
-        ) => {}
+        Fact::Event(EventKind::DeviceSet { .. } | EventKind::StepInferred(_) | EventKind::StepsRetracted) => {
+        }
         Fact::Event(EventKind::DeviceReset { .. }) => put(new("SYSTEM", "DEVICE_RESET")),
         Fact::Event(EventKind::AclInit) => put(new("SYSTEM", "ACL_INIT")),
         Fact::Event(EventKind::AclFinalize) => put(new("SYSTEM", "ACL_FINI")),

@@ -12,7 +12,18 @@ pub struct FreeSpace {
     /// Bytes in one piece.
     pub largest_free: u64,
     pub pieces: u64,
+    /// Segments without a block: what emptying the cache would give back.
+    pub empty_segments: u64,
+    pub empty_bytes: u64,
+    /// Segments that blocks keep although these are less than a quarter of them.
+    pub sparse_segments: u64,
+    pub sparse_bytes: u64,
+    /// Bytes of these blocks.
+    pub sparse_used: u64,
 }
+
+/// Less of a segment than one in so many bytes is little.
+const SPARSE: u64 = 4;
 
 /// A stretch of addresses: its first, and the bytes.
 pub(super) type Stretch = (u64, u64);
@@ -33,14 +44,27 @@ impl FreeSpace {
             space.segment_bytes = space.segment_bytes.saturating_add(size);
             let end = start.saturating_add(size);
             let mut at = start.max(reached);
+            let free_before = space.free_bytes;
             while let Some((block, size)) = blocks.next_if(|(block, _)| *block < end) {
                 space.add(block.min(end).saturating_sub(at));
                 at = at.max(block.saturating_add(size));
             }
             reached = reached.max(at);
             space.add(end.saturating_sub(at));
+            space.judge(size, size.saturating_sub(space.free_bytes - free_before));
         }
         space
+    }
+
+    fn judge(&mut self, size: u64, used: u64) {
+        if used == 0 {
+            self.empty_segments += 1;
+            self.empty_bytes = self.empty_bytes.saturating_add(size);
+        } else if used < size / SPARSE {
+            self.sparse_segments += 1;
+            self.sparse_bytes = self.sparse_bytes.saturating_add(size);
+            self.sparse_used = self.sparse_used.saturating_add(used);
+        }
     }
 
     fn add(&mut self, bytes: u64) {
@@ -97,6 +121,10 @@ mod tests {
             let mut map = vec![b'-'; 400];
             segments.iter().for_each(|(start, size)| map[*start as usize..][..*size as usize].fill(b'f'));
             blocks.iter().for_each(|(start, size)| map[*start as usize..][..*size as usize].fill(b'-'));
+            let used_of = |(start, size): &Stretch| {
+                map[*start as usize..][..*size as usize].iter().filter(|byte| **byte == b'-').count() as u64
+            };
+            let used: Vec<(u64, u64)> = segments.iter().map(|segment| (segment.1, used_of(segment))).collect();
             let pieces: Vec<u64> = map
                 .split(|byte| *byte == b'-')
                 .filter(|piece| !piece.is_empty())
@@ -107,6 +135,12 @@ mod tests {
             prop_assert_eq!(space.largest_free, pieces.iter().copied().max().unwrap_or(0));
             prop_assert_eq!(space.pieces, pieces.len() as u64);
             prop_assert_eq!(space.segments, segments.len() as u64);
+            let empty = used.iter().filter(|(_, used)| *used == 0);
+            prop_assert_eq!(space.empty_bytes, empty.map(|(size, _)| size).sum::<u64>());
+            let sparse: Vec<_> = used.iter().filter(|(size, used)| *used > 0 && *used < size / 4).collect();
+            prop_assert_eq!(space.sparse_segments, sparse.len() as u64);
+            prop_assert_eq!(space.sparse_bytes, sparse.iter().map(|(size, _)| size).sum::<u64>());
+            prop_assert_eq!(space.sparse_used, sparse.iter().map(|(_, used)| used).sum::<u64>());
         }
     }
 }

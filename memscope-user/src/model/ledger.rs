@@ -371,7 +371,7 @@ impl Process {
     }
 
     /// What is free in the segments that a pool has on a device, as far as they were seen. `None` without any, and where
-    /// it is not known at what addresses they are (dumps do not say where physical memory is mapped).
+    /// it is not known at what addresses they are (dumps of msMemScope do not say where physical memory is mapped).
     pub fn free_space(&self, pool: Pool, device: Option<DeviceId>) -> Option<FreeSpace> {
         let segments =
             || self.blocks.iter().filter(|block| block.segment_of == Some(pool) && block.device == device);

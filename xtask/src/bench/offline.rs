@@ -37,6 +37,7 @@ pub fn bench(rows: u64) -> anyhow::Result<()> {
         "--release",
         "--package",
         "memscope-user",
+        "--bins",
         "--example",
         "large_dump",
     ]))?;

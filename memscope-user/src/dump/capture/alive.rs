@@ -19,6 +19,8 @@ pub(super) struct Alive {
     blocks: FxHashMap<(Pool, DevicePtr), AliveBlock>,
     ops: FxHashMap<Tid, Arc<Numbered>>,
     marks: VecDeque<Numbered>,
+    /// Where physical memory is mapped.
+    mapped: FxHashMap<DevicePtr, Numbered>,
 }
 
 struct Numbered {
@@ -42,6 +44,8 @@ impl Alive {
             }
             Fact::Event(EventKind::Free(free)) => self.end(free.pool, free.ptr),
             Fact::NeverFreed { pool, ptr } => self.end(*pool, *ptr),
+            Fact::Event(EventKind::Map { ptr, .. }) => drop(self.mapped.insert(*ptr, numbered())),
+            Fact::Event(EventKind::Unmap { ptr }) => drop(self.mapped.remove(ptr)),
             Fact::Event(EventKind::Op { .. }) | Fact::OpBegin { .. } => {
                 self.ops.insert(row.tid, Arc::new(numbered()));
             }
@@ -69,7 +73,7 @@ impl Alive {
     pub fn records(&self, mut put: impl FnMut(u64, &Row, &Record<'_>)) {
         let blocks = self.blocks.values();
         let of_blocks = blocks.flat_map(|block| [Some(&block.allocation), block.op.as_deref()]).flatten();
-        let mut rows: Vec<&Numbered> = of_blocks.chain(&self.marks).collect();
+        let mut rows: Vec<&Numbered> = of_blocks.chain(&self.marks).chain(self.mapped.values()).collect();
         rows.sort_unstable_by_key(|numbered| numbered.id);
         rows.dedup_by_key(|numbered| numbered.id);
         for Numbered { id, row } in rows {

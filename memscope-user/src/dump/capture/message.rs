@@ -124,15 +124,26 @@ fn fill(input: &mut impl Read, out: &mut [u8]) -> io::Result<usize> {
     Ok(done)
 }
 
+/// Bytes of the values in each buffer of a column: which rows have one, the values; of texts, where they end, and these.
+fn widths(kind: &DataType) -> &'static [u64] {
+    match kind {
+        DataType::Utf8 => &[1, 4, 1],
+        DataType::Boolean => &[1, 1],
+        DataType::UInt16 => &[1, 2],
+        DataType::UInt32 => &[1, 4],
+        _ => &[1, 8],
+    }
+}
+
 /// Checks that a batch has as many columns and buffers as the schema, all within its body, and what they will be
 /// decompressed to.
 fn check(batch: &Head<'_>, body: &[u8], schema: &SchemaRef) -> Result<(), &'static str> {
     let (Some(nodes), Some(buffers)) = (batch.nodes(), batch.buffers()) else {
         return Err("a batch without columns");
     };
-    let buffers_of = |kind: &DataType| if *kind == DataType::Utf8 { 3 } else { 2 };
-    let expected: usize = schema.fields().iter().map(|field| buffers_of(field.data_type())).sum();
-    if nodes.len() != schema.fields().len() || buffers.len() != expected {
+    let widths: Vec<u64> =
+        schema.fields().iter().flat_map(|field| widths(field.data_type())).copied().collect();
+    if nodes.len() != schema.fields().len() || buffers.len() != widths.len() {
         return Err("a batch has other columns than the schema");
     }
     let rows = batch.length();
@@ -141,11 +152,11 @@ fn check(batch: &Head<'_>, body: &[u8], schema: &SchemaRef) -> Result<(), &'stat
         return Err("the columns of a batch differ in length");
     }
     let mut total = 0u64;
-    for buffer in buffers {
+    for (buffer, width) in buffers.iter().zip(widths) {
         let place = usize::try_from(buffer.offset()).ok().zip(usize::try_from(buffer.length()).ok());
         let place = place.and_then(|(offset, length)| body.get(offset..offset.checked_add(length)?));
         let bytes = place.ok_or("a column is not within its batch")?;
-        total += match (batch.compression(), bytes.first_chunk::<LENGTH>()) {
+        let length = match (batch.compression(), bytes.first_chunk::<LENGTH>()) {
             (Some(_), Some(length)) => match i64::from_le_bytes(*length) {
                 // As it is.
                 -1 => bytes.len() as u64,
@@ -153,6 +164,10 @@ fn check(batch: &Head<'_>, body: &[u8], schema: &SchemaRef) -> Result<(), &'stat
             },
             _ => bytes.len() as u64,
         };
+        if length % width != 0 {
+            return Err("a column ends within a value");
+        }
+        total = total.saturating_add(length);
         if total > BATCH_MAX {
             return Err("a batch is too large");
         }

@@ -162,7 +162,7 @@ impl Segment {
 }
 
 /// Columns that hold numbers, and the attribute that each of the last is.
-const NUMBERS: [(Column, &[u8]); 15] = [
+const NUMBERS: [(Column, &[u8]); 16] = [
     (Column::Id, b""),
     (Column::Time, b""),
     (Column::Pid, b""),
@@ -176,6 +176,7 @@ const NUMBERS: [(Column, &[u8]); 15] = [
     (Column::ApiSize, b"api_size"),
     (Column::StreamId, b"streamId"),
     (Column::Range, b"range"),
+    (Column::Handle, b"handle"),
     (Column::ReqSize, b"req_size"),
     (Column::Ret, b"ret"),
 ];

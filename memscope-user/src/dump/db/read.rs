@@ -5,6 +5,7 @@ use std::io::{self, Read};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::JoinHandle;
 
 use rusqlite::config::DbConfig;
 use rusqlite::limits::Limit;
@@ -13,7 +14,7 @@ use rusqlite::{Connection, OpenFlags};
 
 use crate::dump::COLUMNS;
 use crate::dump::parse::{Attrs, Dialect, Fields, Parser, RowError};
-use crate::dump::read::{Key, Keyed, Problem, ReadError, Source};
+use crate::dump::read::{Key, Keyed, Problem, ReadError, Source, failure};
 
 use super::TABLE;
 
@@ -36,23 +37,27 @@ pub(in crate::dump) fn is_database(file: &mut File) -> io::Result<bool> {
 pub(in crate::dump) struct DbSource {
     batch: std::vec::IntoIter<Result<Keyed, Problem>>,
     batches: Receiver<Vec<Result<Keyed, Problem>>>,
+    path: Arc<Path>,
+    /// Reads; until it is known how that ended.
+    thread: Option<JoinHandle<()>>,
 }
 
 impl DbSource {
     pub fn open(path: Arc<Path>) -> Result<Self, ReadError> {
         let connection = open(&path)?;
         let (sender, batches) = sync_channel(4);
-        std::thread::Builder::new()
+        let of_thread = path.clone();
+        let thread = std::thread::Builder::new()
             .name("read db".into())
             .spawn(move || {
-                if let Err(error) = send_rows(&connection, &path, &sender) {
+                if let Err(error) = send_rows(&connection, &of_thread, &sender) {
                     let error = io::Error::other(error);
                     // Nobody listens: nobody misses it.
-                    let _ = sender.send(vec![Err(Problem::io(&path, 0, &error))]);
+                    let _ = sender.send(vec![Err(Problem::io(&of_thread, 0, &error))]);
                 }
             })
             .map_err(ReadError::Thread)?;
-        Ok(DbSource { batch: Vec::new().into_iter(), batches })
+        Ok(DbSource { batch: Vec::new().into_iter(), batches, path, thread: Some(thread) })
     }
 }
 
@@ -62,7 +67,13 @@ impl Source for DbSource {
             if let Some(row) = self.batch.next() {
                 return Some(row);
             }
-            self.batch = self.batches.recv().ok()?.into_iter();
+            self.batch = match self.batches.recv() {
+                Ok(batch) => batch.into_iter(),
+                Err(_) => {
+                    let files = [self.path.to_path_buf()];
+                    return failure(self.thread.take()?, &files).map(Err);
+                }
+            };
         }
     }
 }
