@@ -5,6 +5,7 @@ use core::ffi::c_void;
 use memscope_ebpf::{ApiCall, Enter, InFlight, NO_ARG, NO_SITE, Return, flags, kind, no_stack, ret};
 
 use crate::{
+    native,
     regs::{Regs, choose},
     site::{API_CALLS, Hit, IN_FLIGHT, reserve},
     stack, user,
@@ -70,21 +71,49 @@ pub extern "C" fn keep(ctx: *mut c_void) -> u32 {
     0
 }
 
+/// As [`keep`], and notes for native stacks where the call returns to.
+#[unsafe(no_mangle)]
+#[unsafe(link_section = "uprobe")]
+pub extern "C" fn keep_caller(ctx: *mut c_void) -> u32 {
+    if let Some(hit) = Hit::entry(ctx) {
+        let regs = Regs::new(ctx);
+        native::note_caller(&hit, regs);
+        keep_call(&hit, &InFlight { args: regs.first_args(), flags: 0, active: 1 });
+    }
+    0
+}
+
 /// As [`keep`], with the first 16 bytes that an argument points to in place of the last two arguments: they may be
 /// gone by the return.
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "uprobe")]
 pub extern "C" fn keep_struct(ctx: *mut c_void) -> u32 {
     if let Some(hit) = Hit::entry(ctx) {
-        let regs = Regs::new(ctx);
-        let mut words = [0u64; 2];
-        // SAFETY: `words` is a local array of integers.
-        let read = unsafe { user::read_into(&raw mut words, regs.arg_at(hit.site.arg)) };
-        let args = [regs.arg::<0>(), regs.arg::<1>(), words[0], words[1]];
-        let flags = if read { 0 } else { flags::UNREADABLE as u32 };
-        keep_call(&hit, &InFlight { args, flags, active: 1 });
+        keep_with_struct(&hit, Regs::new(ctx));
     }
     0
+}
+
+/// As [`keep_struct`], and notes for native stacks where the call returns to.
+#[unsafe(no_mangle)]
+#[unsafe(link_section = "uprobe")]
+pub extern "C" fn keep_struct_caller(ctx: *mut c_void) -> u32 {
+    if let Some(hit) = Hit::entry(ctx) {
+        let regs = Regs::new(ctx);
+        native::note_caller(&hit, regs);
+        keep_with_struct(&hit, regs);
+    }
+    0
+}
+
+#[inline(always)]
+fn keep_with_struct(hit: &Hit, regs: Regs) {
+    let mut words = [0u64; 2];
+    // SAFETY: `words` is a local array of integers.
+    let read = unsafe { user::read_into(&raw mut words, regs.arg_at(hit.site.arg)) };
+    let args = [regs.arg::<0>(), regs.arg::<1>(), words[0], words[1]];
+    let flags = if read { 0 } else { flags::UNREADABLE as u32 };
+    keep_call(hit, &InFlight { args, flags, active: 1 });
 }
 
 #[inline(always)]
@@ -104,24 +133,32 @@ fn keep_call(hit: &Hit, call: &InFlight) {
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "uretprobe")]
 pub extern "C" fn leave(ctx: *mut c_void) -> u32 {
-    end_call(ctx, |_| no_stack::NOT_WANTED)
+    end_call(ctx, |_| (no_stack::NOT_WANTED, native::NOT_WANTED))
 }
 
 /// As [`leave`], with the Python stack.
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "uretprobe")]
 pub extern "C" fn leave_stack(ctx: *mut c_void) -> u32 {
-    end_call(ctx, stack::capture)
+    end_call(ctx, |hit| (stack::capture(hit), native::NOT_WANTED))
 }
 
+/// As [`leave`], with the native stack, and the Python one if it is wanted.
+#[unsafe(no_mangle)]
+#[unsafe(link_section = "uretprobe")]
+pub extern "C" fn leave_native(ctx: *mut c_void) -> u32 {
+    end_call(ctx, |hit| native::capture(hit, native::Place::returned_to(Regs::new(ctx)), u64::MAX))
+}
+
+/// `stacks`: the id of the Python stack and the flags of the native one.
 #[inline(always)]
-fn end_call(ctx: *mut c_void, stack: impl FnOnce(&Hit) -> u64) -> u32 {
+fn end_call(ctx: *mut c_void, stacks: impl FnOnce(&Hit) -> (u64, u16)) -> u32 {
     if let Some(hit) = Hit::on_return(ctx) {
         match IN_FLIGHT.get_ptr_mut(hit.key()) {
             // SAFETY: as in `keep_call`.
             Some(call) if unsafe { (*call).active } == 1 => unsafe {
                 (*call).active = 0;
-                send_leave(&hit, call, Regs::new(ctx).ret(), stack(&hit));
+                send_leave(&hit, call, Regs::new(ctx).ret(), stacks(&hit));
             },
             _ => hit.unmatched(),
         }
@@ -132,12 +169,12 @@ fn end_call(ctx: *mut c_void, stack: impl FnOnce(&Hit) -> u64) -> u32 {
 /// # Safety
 /// `call` is an element of `IN_FLIGHT` that belongs to this thread.
 #[inline(always)]
-unsafe fn send_leave(hit: &Hit, call: *const InFlight, value: u64, stack: u64) {
+unsafe fn send_leave(hit: &Hit, call: *const InFlight, value: u64, (stack, native): (u64, u16)) {
     let Some(mut entry) = hit.reserve::<Return>() else { return };
     let record = entry.as_mut_ptr();
     // SAFETY: the caller's promise; `record` is the reserved entry, and every field is written before it is submitted.
     unsafe {
-        let mut flags = (*call).flags as u16;
+        let mut flags = (*call).flags as u16 | native;
         let failed = if hit.site.ret == ret::IS_RESULT { value == 0 } else { value as i32 != 0 };
         let args = (*call).args;
         (*record).args = args;

@@ -7,7 +7,7 @@
 
 /// Changes whenever a layout below changes. The object embedded in the tool always matches; the number is
 /// there for recorded streams.
-pub const WIRE_VERSION: u32 = 3;
+pub const WIRE_VERSION: u32 = 4;
 
 /// Sites that can be attached at one time.
 pub const MAX_SITES: u32 = 4096;
@@ -36,6 +36,13 @@ pub const MAX_DEPTH: usize = 128;
 pub const MAX_WALKERS: u32 = 2048;
 /// Stacks that are known to have been sent; the ones not seen for longest are sent again.
 pub const MAX_SENT: u32 = 65536;
+
+/// Bytes of a page of [`Slice`]: a read of one lies inside of one page, whatever the kernel's are.
+pub const PAGE_LEN: usize = 4096;
+/// Pages of a stack that are copied at most.
+pub const SLICE_PAGES: usize = 4;
+/// Calls of a thread that are known, at one time, to return through a return probe.
+pub const MAX_CALLERS: usize = 8;
 
 /// What a site's programs read. An element of the map `SITES`, indexed by the attach cookie.
 #[repr(C)]
@@ -134,6 +141,8 @@ pub mod kind {
     pub const TENSOR: u16 = 9;
     /// [`Arguments`](super::Arguments).
     pub const ARGUMENTS: u16 = 10;
+    /// [`Slice`] or [`Chain`]: the native stack of the same thread's next record.
+    pub const NATIVE: u16 = 11;
 }
 
 /// Completeness flags of a record.
@@ -146,6 +155,28 @@ pub mod flags {
     pub const FAILED: u16 = 1 << 2;
     /// STACK: the frames are the main thread's, for the thread itself has none.
     pub const VIA: u16 = 1 << 3;
+}
+
+/// Whether an event has a native stack, and if not, why: in the flags of RETURN and REPORT.
+pub mod native {
+    /// Bits of the flags.
+    pub const MASK: u16 = 7 << SHIFT;
+    pub const SHIFT: u16 = 8;
+
+    /// Not asked for, or not an allocation.
+    pub const NOT_WANTED: u16 = 0;
+    /// In the NATIVE record before.
+    pub const SENT: u16 = 1 << SHIFT;
+    /// A pool's block of fewer bytes than stacks are taken of.
+    pub const SMALL: u16 = 2 << SHIFT;
+    /// The thread has had its share of stacks for now.
+    pub const LIMITED: u16 = 3 << SHIFT;
+    /// The ring buffer is half full: the rest is for events.
+    pub const RING_FULL: u16 = 4 << SHIFT;
+    /// Too many threads.
+    pub const NO_ROOM: u16 = 5 << SHIFT;
+    /// The stack could not be read.
+    pub const UNREADABLE: u16 = 6 << SHIFT;
 }
 
 /// The `stack` of an event is the id of a stack, or one of these: why it has none.
@@ -337,6 +368,83 @@ pub struct Thread {
     pub stack: Stack,
 }
 
+/// How much of native stacks is taken. The one element of the map `NATIVE`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NativeConfig {
+    /// Bytes of a pool's block from which on its stack is taken.
+    pub pool_bytes: u64,
+    /// As in [`Interpreter`].
+    pub interval_ns: u32,
+    pub ahead_ns: u32,
+    /// Frames at most, where they are followed by the program.
+    pub depth: u32,
+    /// Not 0: Python stacks are wanted as well.
+    pub python: u32,
+}
+
+/// A call that returns through a return probe: the probe's trampoline has taken the place of its return address.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Caller {
+    /// Stack pointer at its entry.
+    pub sp: u64,
+    /// Where it really returns to.
+    pub address: u64,
+}
+
+/// Such calls of a thread, outermost first; some may have returned. An element of `CALLERS`, by `pid_tgid`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Callers {
+    pub count: u64,
+    pub calls: [Caller; MAX_CALLERS],
+}
+
+/// Begin of a NATIVE record: the thread as it will be when the probed function has returned.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NativeHead {
+    pub header: Header,
+    /// Where the probed function returns to.
+    pub ip: u64,
+    pub sp: u64,
+    /// rbx, rbp, r12, r13, r14, r15; or x29.
+    pub saved: [u64; 6],
+    /// Pages, or frame records.
+    pub count: u32,
+    /// Not 0: the last of the frame records was followed by others.
+    pub more: u32,
+    pub callers: Callers,
+}
+
+/// NATIVE on x86_64, where functions keep no frame pointers: the stack itself, from the beginning of the page in which
+/// `sp` is.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Slice {
+    pub head: NativeHead,
+    pub pages: [[u8; PAGE_LEN]; SLICE_PAGES],
+}
+
+/// Of aarch64: what x29 points to.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FrameRecord {
+    /// The caller's record.
+    pub next: u64,
+    /// Return address.
+    pub address: u64,
+}
+
+/// NATIVE on aarch64: the frame records from the one at x29 on, innermost first.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Chain {
+    pub head: NativeHead,
+    pub records: [FrameRecord; MAX_DEPTH],
+}
+
 /// Mixes the pointers that tell a code object from others at the same address (see [`Interpreter::identity`]).
 #[inline(always)]
 pub fn identity(words: [u64; 4]) -> u64 {
@@ -440,5 +548,6 @@ wire! {
     Site = 16, Counters = 48, Header = 24, Enter = 56, Return = 88, Name = 176, Mark = 368, Report = 88,
     InFlight = 40, InFlightKey = 16, ApiCall = 32, Interpreter = 72, RawFrame = 24, StackHead = 40,
     Stack = 40 + 24 * MAX_DEPTH, Thread = 8 + 32 + FRAME_BYTES + 8 + 40 + 24 * MAX_DEPTH, Tensor = 48,
-    Arguments = 288,
+    Arguments = 288, NativeConfig = 24, Caller = 16, Callers = 8 + 16 * MAX_CALLERS, NativeHead = 232,
+    Slice = 232 + PAGE_LEN * SLICE_PAGES, FrameRecord = 16, Chain = 232 + 16 * MAX_DEPTH,
 }

@@ -3,6 +3,11 @@
 use core::ffi::c_void;
 
 use memscope_ebpf::ARGS;
+#[cfg(doc)]
+use memscope_ebpf::NativeHead;
+
+#[cfg(bpf_target_arch = "x86_64")]
+use crate::user::read_u64;
 
 /// Integer arguments that are passed in registers, as far as both machines have them.
 const IN_REGISTERS: usize = 6;
@@ -19,6 +24,10 @@ mod layout {
     pub const RET: usize = 10;
     /// rsp.
     pub const SP: usize = 19;
+    /// rip.
+    pub const IP: usize = 16;
+    /// rbx, rbp, r12, r13, r14, r15: what calls preserve.
+    pub const SAVED: [usize; 6] = [5, 4, 3, 2, 1, 0];
     /// Arguments in registers; the others follow the return address on the stack.
     pub const REGISTER_ARGS: usize = 6;
     pub const STACK_ARGS: u64 = 8;
@@ -29,6 +38,12 @@ mod layout {
     pub const ARGS: [usize; super::IN_REGISTERS] = [0, 1, 2, 3, 4, 5];
     pub const RET: usize = 0;
     pub const SP: usize = 31;
+    /// pc.
+    pub const IP: usize = 32;
+    /// The link register.
+    pub const LR: usize = 30;
+    /// x29 and those before it.
+    pub const SAVED: [usize; 6] = [29, 28, 27, 26, 25, 24];
     pub const REGISTER_ARGS: usize = 8;
     pub const STACK_ARGS: u64 = 0;
 }
@@ -81,6 +96,42 @@ impl Regs {
     pub fn sp(self) -> u64 {
         // SAFETY: as in `arg`.
         unsafe { *self.0.add(layout::SP) }
+    }
+
+    #[inline(always)]
+    pub fn ip(self) -> u64 {
+        // SAFETY: as in `arg`.
+        unsafe { *self.0.add(layout::IP) }
+    }
+
+    /// The registers that calls preserve, as in [`NativeHead::saved`].
+    #[inline(always)]
+    pub fn saved(self) -> [u64; 6] {
+        let load = |n: usize| {
+            // SAFETY: as in `arg`.
+            unsafe { self.0.add(layout::SAVED[n]).read_volatile() }
+        };
+        [load(0), load(1), load(2), load(3), load(4), load(5)]
+    }
+
+    /// At the entry of a function: where it returns to.
+    #[cfg(bpf_target_arch = "x86_64")]
+    #[inline(always)]
+    pub fn return_address(self) -> Option<u64> {
+        read_u64(self.sp())
+    }
+
+    #[cfg(bpf_target_arch = "aarch64")]
+    #[inline(always)]
+    pub fn return_address(self) -> Option<u64> {
+        // SAFETY: as in `arg`.
+        Some(unsafe { *self.0.add(layout::LR) })
+    }
+
+    /// At the entry of a function: the stack pointer when it has returned.
+    #[inline(always)]
+    pub fn sp_after_return(self) -> u64 {
+        self.sp().wrapping_add(layout::STACK_ARGS)
     }
 
     #[inline(always)]

@@ -4,7 +4,7 @@ use core::ffi::c_void;
 
 use memscope_ebpf::{NO_ARG, Report, Site, flags, kind, no_stack};
 
-use crate::{regs::Regs, site::Hit, stack, user};
+use crate::{native, regs::Regs, site::Hit, stack, user};
 
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "uprobe")]
@@ -17,17 +17,40 @@ pub extern "C" fn report(ctx: *mut c_void) -> u32 {
     0
 }
 
-/// As [`report`], with the Python stack when it is an allocation: bytes, in the third word, are more than none.
+/// As [`report`], with the Python stack when it is an allocation.
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "uprobe")]
 pub extern "C" fn report_stack(ctx: *mut c_void) -> u32 {
     if let Some(hit) = Hit::uncounted_entry(ctx)
         && let Some((words, flags)) = read(&hit, ctx)
     {
-        let stack = if (words[2] as i64) > 0 { stack::capture(&hit) } else { no_stack::NOT_WANTED };
+        let stack = if is_allocation(&words) { stack::capture(&hit) } else { no_stack::NOT_WANTED };
         send(&hit, words, flags, stack);
     }
     0
+}
+
+/// As [`report_stack`], with the native stack as well, when the block is large enough.
+#[unsafe(no_mangle)]
+#[unsafe(link_section = "uprobe")]
+pub extern "C" fn report_native(ctx: *mut c_void) -> u32 {
+    if let Some(hit) = Hit::uncounted_entry(ctx)
+        && let Some((words, flags)) = read(&hit, ctx)
+    {
+        let (stack, native) = if is_allocation(&words) {
+            native::capture(&hit, native::Place::returning_to(Regs::new(ctx)), words[2])
+        } else {
+            (no_stack::NOT_WANTED, native::NOT_WANTED)
+        };
+        send(&hit, words, flags | native, stack);
+    }
+    0
+}
+
+/// By its bytes, in the third word: more than none.
+#[inline(always)]
+fn is_allocation(words: &[u64; 7]) -> bool {
+    words[2] as i64 > 0
 }
 
 /// The structure, when it is of interest.

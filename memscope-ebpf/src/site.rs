@@ -3,7 +3,7 @@
 use core::{arch::asm, ffi::c_void};
 
 use aya_ebpf::{
-    bindings::{BPF_RB_AVAIL_DATA, BPF_RB_FORCE_WAKEUP, BPF_RB_NO_WAKEUP},
+    bindings::{BPF_RB_AVAIL_DATA, BPF_RB_FORCE_WAKEUP, BPF_RB_NO_WAKEUP, BPF_RB_RING_SIZE},
     helpers::{
         bpf_get_current_pid_tgid,
         generated::{bpf_get_attach_cookie, bpf_ktime_get_ns},
@@ -119,9 +119,21 @@ impl Hit {
         entry
     }
 
+    /// Room for what goes before an event's own record: that it found none is told by that record.
+    #[inline(always)]
+    pub fn reserve_extra<T: 'static>(&self) -> Option<RingBufEntry<T>> {
+        reserve::<T>()
+    }
+
     #[inline(always)]
     pub fn submit<T: 'static>(&self, entry: RingBufEntry<T>) {
         entry.submit(wake::<T>(self.site.wake_shift));
+    }
+
+    /// Whether more than half of the ring buffer is unread.
+    #[inline(always)]
+    pub fn is_ring_half_full(&self) -> bool {
+        RECORDS.query(BPF_RB_AVAIL_DATA as u64) > RECORDS.query(BPF_RB_RING_SIZE as u64) / 2
     }
 
     #[inline(always)]

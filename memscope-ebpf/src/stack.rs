@@ -65,7 +65,7 @@ fn try_capture(hit: &Hit) -> Result<u64, u64> {
         return Err(no_stack::NO_FRAMES);
     }
     let thread = thread(hit.pid_tgid).ok_or(no_stack::NO_ROOM)?;
-    if !has_share(thread, interpreter) {
+    if !has_share(thread, interpreter.interval_ns, interpreter.ahead_ns) {
         return Err(no_stack::LIMITED);
     }
     let id = walk(interpreter, thread, frame, mix(interpreter.salt, via as u64));
@@ -113,7 +113,7 @@ fn innermost(interpreter: &Interpreter, state: u64) -> Result<u64, u64> {
 }
 
 #[inline(always)]
-fn thread(pid_tgid: u64) -> Option<*mut Thread> {
+pub fn thread(pid_tgid: u64) -> Option<*mut Thread> {
     if let Some(thread) = THREADS.get_ptr_mut(&pid_tgid) {
         return Some(thread);
     }
@@ -123,15 +123,15 @@ fn thread(pid_tgid: u64) -> Option<*mut Thread> {
 
 /// Whether the thread's share of stacks has room for another one.
 #[inline(always)]
-fn has_share(thread: *mut Thread, interpreter: &Interpreter) -> bool {
+pub fn has_share(thread: *mut Thread, interval_ns: u32, ahead_ns: u32) -> bool {
     // SAFETY: the entry is this thread's own; a helper call without arguments.
     unsafe {
         let now = bpf_ktime_get_ns();
         let paid = if (*thread).paid_until > now { (*thread).paid_until } else { now };
-        if paid > now + interpreter.ahead_ns as u64 {
+        if paid > now + ahead_ns as u64 {
             return false;
         }
-        (*thread).paid_until = paid + interpreter.interval_ns as u64;
+        (*thread).paid_until = paid + interval_ns as u64;
     }
     true
 }

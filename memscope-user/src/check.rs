@@ -5,9 +5,10 @@ use std::{fs, path::Path};
 use serde::Serialize;
 
 use crate::{
-    attach::{Attacher, Config, StackConfig, kernel::Features, process::Proc},
+    attach::{Attacher, Config, NativeStackConfig, StackConfig, kernel::Features, process::Proc},
     model::Tgid,
-    trace::{is_ascend_library, wanted_libraries},
+    probes::catalogue::is_ascend_library,
+    trace::wanted_libraries,
 };
 
 /// One thing that was looked at.
@@ -157,11 +158,17 @@ fn programs() -> Line {
         mechanism: None,
         empty: false,
         stacks: Some(StackConfig::default()),
+        native_stacks: Some(NativeStackConfig::default()),
     };
     match Attacher::new(config) {
-        Ok((attacher, _)) => match attacher.stacks_refused() {
-            None => Line::good("BPF programs", "load, with ring buffer and Python stacks"),
-            Some(why) => Line::limited(
+        Ok((attacher, _)) => match (attacher.stacks_refused(), attacher.native_stacks_refused()) {
+            (None, None) => Line::good("BPF programs", "load, with ring buffer, Python and native stacks"),
+            (None, Some(why)) => Line::limited(
+                "BPF programs",
+                "load, with ring buffer and Python stacks; those that take native stacks do not",
+                format!("--call-stack c will bring none: {why}"),
+            ),
+            (Some(why), _) => Line::limited(
                 "BPF programs",
                 "load, with ring buffer; those that take Python stacks do not",
                 format!("reports will name operators, but no lines of your code: {why}"),

@@ -24,16 +24,18 @@ use tokio::{
 use crate::{
     analysis::{Online, inefficient},
     attach::{
-        AttachError, Attached, Attacher, Mechanism, Scope, StackConfig, Status,
+        AttachError, Attached, Attacher, Mechanism, NativeStackConfig, Scope, StackConfig, Status,
         process::{Proc, Process, ProcessError},
         spawn::{Held, SpawnError},
     },
     collect::decode::{Decoder, Notice},
     dump::{Caller, Fact, Format, OutputError, Pipeline, Place, StackStyle, rows_of},
     model::{Change, DeviceId, Event, EventKind, Ledger, Name, Nanos, Pool, StepRule, StepsFrom, Tgid, Tid},
-    probes::catalogue::{CATALOGUE, Class},
-    report::document::{Document, Dump, Events, Site, StackFacts, Target as TargetFacts, Timing, Trace},
-    stacks::{Found, Interpreter, Origins, Reason},
+    probes::catalogue::{CATALOGUE, Class, is_ascend_library},
+    report::document::{
+        Document, Dump, Events, NativeStackFacts, Site, StackFacts, Target as TargetFacts, Timing, Trace,
+    },
+    stacks::{Found, Interpreter, Natives, Origins, Reason},
 };
 
 /// How often what the programs did not announce is looked for.
@@ -111,6 +113,8 @@ pub struct Config {
     pub mechanism: Option<Mechanism>,
     /// Python stacks of allocations; `None` takes none.
     pub stacks: Option<StackConfig>,
+    /// Native ones.
+    pub native_stacks: Option<NativeStackConfig>,
     /// Standard output belongs to the report alone: a command's goes to standard error.
     pub stdout_is_taken: bool,
     /// Attaches programs that do nothing (see [`crate::attach::Config::empty`]).
@@ -226,6 +230,7 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
         mechanism: config.mechanism,
         empty: config.empty,
         stacks: config.stacks,
+        native_stacks: config.native_stacks,
     })?;
     // SAFETY: the ring buffer keeps its descriptor, and keeps it open, for as long as it lives.
     let mut records = unsafe { AsyncFd::register(records) }.map_err(|e| e.into_parts().1)?;
@@ -257,6 +262,13 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
     if let Some(why) = session.attacher.stacks_refused() {
         session.note(format!("no Python stacks: {why}"));
     }
+    if let Some(why) = session.attacher.native_stacks_refused() {
+        session.note(format!("no native stacks: {why}"));
+    }
+    session.decoder.stacks.native = session
+        .attacher
+        .native_stacks()
+        .map(|wanted| Natives::new(session.config.proc.clone(), wanted.depth));
     let mut child = session.start()?;
     let deadline = session.config.duration.map(|d| tokio::time::Instant::now() + d);
     let mut tick = interval(TICK);
@@ -407,6 +419,9 @@ impl Session<'_> {
         // First, so that the first allocation has its stack.
         self.look_for_python(tgid);
         let Some(target) = self.targets.get_mut(&tgid) else { return Ok(Attached::default()) };
+        if let Some(native) = &mut self.decoder.stacks.native {
+            native.look(&target.process);
+        }
         let result = self.attacher.attach(&target.process, target.scope);
         for site in &self.attacher.sites()[self.decoder.sites()..] {
             self.decoder.add_site(site.probe, site.found.as_ref());
@@ -847,6 +862,11 @@ impl Session<'_> {
                         };
                         StackFacts::new(self.decoder.stacks.tally(*tgid), why)
                     }),
+                    native_stacks: self.attacher.native_stacks().map(|wanted| {
+                        let natives = self.decoder.stacks.native.as_ref();
+                        let tally = natives.and_then(|natives| natives.tally(*tgid));
+                        NativeStackFacts::new(tally, wanted.pool_bytes)
+                    }),
                 })
             })
             .collect();
@@ -921,11 +941,6 @@ fn common_parent<'a>(mut paths: impl Iterator<Item = &'a std::path::Path>) -> Op
         }
     }
     Some(common)
-}
-
-pub fn is_ascend_library(path: &std::path::Path) -> bool {
-    let Some(name) = path.file_name().and_then(|n| n.to_str()) else { return false };
-    CATALOGUE.iter().flat_map(|p| p.libraries).any(|library| name.starts_with(library))
 }
 
 /// The libraries that are looked for, for people.

@@ -9,7 +9,7 @@ use std::{
 
 use aya::maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray, RingBuf};
 use aya_obj::generated::bpf_insn;
-use memscope_ebpf::{ApiCall, Counters, InFlight, InFlightKey, Interpreter, Site, Thread};
+use memscope_ebpf::{ApiCall, Counters, InFlight, InFlightKey, Interpreter, NativeConfig, Site, Thread};
 
 use super::sys;
 
@@ -72,16 +72,20 @@ fn verifier(log: &str) -> String {
 pub enum Program {
     Leave,
     LeaveStack,
+    LeaveNative,
     Value,
     Arguments,
     Enter,
     Annotate,
     Keep,
+    KeepCaller,
     KeepStruct,
+    KeepStructCaller,
     Name,
     Mark,
     Report,
     ReportStack,
+    ReportNative,
     Tensor,
     Mapped,
     Exec,
@@ -95,14 +99,18 @@ impl Program {
             Self::Enter => "enter",
             Self::Annotate => "annotate",
             Self::Keep => "keep",
+            Self::KeepCaller => "keep_caller",
             Self::KeepStruct => "keep_struct",
+            Self::KeepStructCaller => "keep_struct_caller",
             Self::Leave => "leave",
             Self::LeaveStack => "leave_stack",
+            Self::LeaveNative => "leave_native",
             Self::Value => "value",
             Self::Name => "name",
             Self::Mark => "mark",
             Self::Report => "report",
             Self::ReportStack => "report_stack",
+            Self::ReportNative => "report_native",
             Self::Tensor => "tensor",
             Self::Arguments => "arguments",
             Self::Mapped => "mapped",
@@ -113,7 +121,7 @@ impl Program {
     }
 
     pub fn on_return(self) -> bool {
-        matches!(self, Self::Leave | Self::LeaveStack | Self::Value | Self::EmptyReturn)
+        matches!(self, Self::Leave | Self::LeaveStack | Self::LeaveNative | Self::Value | Self::EmptyReturn)
     }
 
     /// The program that does nothing in place of this one.
@@ -152,6 +160,7 @@ pub struct Maps {
     pub interpreters: HashMap<MapData, u32, Interpreter>,
     pub robust_lists: HashMap<MapData, u32, u64>,
     pub threads: HashMap<MapData, u64, Thread>,
+    pub native: Array<MapData, NativeConfig>,
 }
 
 impl Loader {
@@ -205,6 +214,7 @@ impl Loader {
             interpreters: take(&mut maps, "INTERPRETERS", Map::HashMap)?,
             robust_lists: take(&mut maps, "ROBUST_LISTS", Map::HashMap)?,
             threads: take(&mut maps, "THREADS", Map::HashMap)?,
+            native: take(&mut maps, "NATIVE", Map::Array)?,
         };
         let own_maps = maps.into_values().collect();
         Ok((Self { instructions, programs: BTreeMap::new(), _own_maps: own_maps }, typed))

@@ -20,7 +20,8 @@ use std::{
 
 use aya::maps::{MapData, RingBuf};
 use memscope_ebpf::{
-    ApiCall, Counters, InFlight, InFlightKey, Interpreter, NO_ARG, SITE_ANY, Site, Thread, verdict,
+    ApiCall, Counters, InFlight, InFlightKey, Interpreter, NO_ARG, NativeConfig, SITE_ANY, Site, Thread,
+    verdict,
 };
 
 pub use loader::LoadError;
@@ -55,6 +56,8 @@ pub enum AttachError {
     Target { tgid: Tgid, source: aya::maps::MapError },
     #[error("the map of interpreters refuses process {tgid}: {source}; trace fewer processes")]
     Interpreter { tgid: Tgid, source: aya::maps::MapError },
+    #[error("the map that says how native stacks are taken refuses it: {0}; leave out --call-stack c")]
+    NativeConfig(aya::maps::MapError),
 }
 
 /// Which processes a site is hit by.
@@ -154,14 +157,16 @@ pub struct Config {
     pub empty: bool,
     /// Python stacks of allocations; `None` takes none.
     pub stacks: Option<StackConfig>,
+    /// Native ones.
+    pub native_stacks: Option<NativeStackConfig>,
 }
 
-/// How much of stacks is taken.
+/// How much of Python stacks is taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StackConfig {
     /// Frames at most, from 1 to [`memscope_ebpf::MAX_DEPTH`].
     pub depth: u32,
-    /// Stacks of a thread a second, at most.
+    /// Stacks of a thread a second, Python's and native ones, at most.
     pub rate: u32,
     /// Does without the kernel's own description of its structures, as on kernels that have none.
     pub without_btf: bool,
@@ -171,6 +176,31 @@ impl Default for StackConfig {
     fn default() -> Self {
         Self { depth: 64, rate: 10_000, without_btf: false }
     }
+}
+
+/// How much of native stacks is taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NativeStackConfig {
+    /// Frames at most, from 1 to [`memscope_ebpf::MAX_DEPTH`].
+    pub depth: u32,
+    /// As in [`StackConfig`].
+    pub rate: u32,
+    /// Bytes of a pool's block from which on its stack is taken. Of what comes from the driver it always is.
+    pub pool_bytes: u64,
+}
+
+impl Default for NativeStackConfig {
+    fn default() -> Self {
+        // From 1 MiB on torch's allocators count a block as large.
+        Self { depth: 64, rate: StackConfig::default().rate, pool_bytes: 1 << 20 }
+    }
+}
+
+/// Stacks that have not been taken are saved up for a second.
+const AHEAD_NS: u32 = 1_000_000_000;
+
+fn interval_ns(rate: u32) -> u32 {
+    1_000_000_000 / rate.max(1)
 }
 
 /// A link to the kernel; dropping it detaches.
@@ -193,6 +223,9 @@ pub struct Attacher {
     /// `None`: not wanted, or this kernel refuses the programs.
     stacks: Option<StackConfig>,
     stacks_refused: Option<String>,
+    /// As `stacks`.
+    native_stacks: Option<NativeStackConfig>,
+    native_stacks_refused: Option<String>,
     /// Where a task has its robust list, in bytes; 0: the kernel does not say.
     robust_list: u32,
     resolver: Resolver,
@@ -243,6 +276,7 @@ struct AttacherMaps {
     interpreters: aya::maps::HashMap<MapData, u32, Interpreter>,
     robust_lists: aya::maps::HashMap<MapData, u32, u64>,
     threads: aya::maps::HashMap<MapData, u64, Thread>,
+    native: aya::maps::Array<MapData, NativeConfig>,
 }
 
 /// What is known of a process's libraries.
@@ -258,7 +292,7 @@ struct Seen {
 impl Attacher {
     /// Loads the programs. The ring buffer goes to the collector.
     pub fn new(config: Config) -> Result<(Self, RingBuf<MapData>), AttachError> {
-        raise_memlock();
+        raise_limits();
         let features = kernel::Features::probe();
         let (loader, maps) = Loader::new(config.ring_bytes)?;
         let Maps {
@@ -271,6 +305,7 @@ impl Attacher {
             interpreters,
             robust_lists,
             threads,
+            native,
         } = maps;
         let pmu = UprobePmu::find(Path::new("/sys"));
         let best = if features.uprobe_multi {
@@ -308,6 +343,7 @@ impl Attacher {
                 interpreters,
                 robust_lists,
                 threads,
+                native,
             },
             mechanism,
             features,
@@ -317,6 +353,8 @@ impl Attacher {
             empty: config.empty,
             stacks: config.stacks,
             stacks_refused: None,
+            native_stacks: config.native_stacks,
+            native_stacks_refused: None,
             robust_list: config
                 .stacks
                 .filter(|stacks| !stacks.without_btf)
@@ -332,6 +370,7 @@ impl Attacher {
             host_links: Vec::new(),
         };
         attacher.try_stacks();
+        attacher.try_native_stacks()?;
         let exec = attacher.loader.program(Program::Exec, Flavour::RawTracepoint)?;
         match sys::raw_tracepoint(exec, c"sched_process_exec") {
             Ok(link) => attacher.host_links.push(Link::RawTracepoint(link)),
@@ -345,18 +384,38 @@ impl Attacher {
         if self.stacks.is_none() {
             return;
         }
+        if let Err(e) = self.try_programs(&[Program::ReportStack, Program::LeaveStack]) {
+            self.stacks_refused = Some(e.to_string());
+            self.stacks = None;
+        }
+    }
+
+    fn try_native_stacks(&mut self) -> Result<(), AttachError> {
+        let Some(config) = self.native_stacks else { return Ok(()) };
+        let programs =
+            [Program::ReportNative, Program::LeaveNative, Program::KeepCaller, Program::KeepStructCaller];
+        if let Err(e) = self.try_programs(&programs) {
+            self.native_stacks_refused = Some(e.to_string());
+            self.native_stacks = None;
+            return Ok(());
+        }
+        let config = NativeConfig {
+            pool_bytes: config.pool_bytes,
+            interval_ns: interval_ns(config.rate),
+            ahead_ns: AHEAD_NS,
+            depth: config.depth,
+            python: self.stacks.is_some().into(),
+        };
+        self.maps.native.set(0, config, 0).map_err(AttachError::NativeConfig)
+    }
+
+    fn try_programs(&mut self, programs: &[Program]) -> Result<(), LoadError> {
         let flavour = match self.mechanism {
             Mechanism::UprobeMulti => Flavour::UprobeMulti,
             Mechanism::PerfCookie => Flavour::PerfCookie,
             Mechanism::PerfSite => Flavour::PerfSite(0),
         };
-        for program in [Program::ReportStack, Program::LeaveStack] {
-            if let Err(e) = self.loader.program(program, flavour) {
-                self.stacks_refused = Some(e.to_string());
-                self.stacks = None;
-                return;
-            }
-        }
+        programs.iter().try_for_each(|program| self.loader.program(*program, flavour).map(|_| ()))
     }
 
     /// Why this kernel takes no stacks.
@@ -364,9 +423,19 @@ impl Attacher {
         self.stacks_refused.as_deref()
     }
 
-    /// Whether stacks are taken.
+    /// Why it takes no native ones.
+    pub fn native_stacks_refused(&self) -> Option<&str> {
+        self.native_stacks_refused.as_deref()
+    }
+
+    /// Whether Python stacks are taken.
     pub fn takes_stacks(&self) -> bool {
         self.stacks.is_some()
+    }
+
+    /// How much of native stacks is taken; `None`: none are.
+    pub fn native_stacks(&self) -> Option<NativeStackConfig> {
+        self.native_stacks
     }
 
     pub fn mechanism(&self) -> Mechanism {
@@ -442,13 +511,11 @@ impl Attacher {
         salt: u64,
     ) -> Result<(), AttachError> {
         let Some(config) = self.stacks else { return Ok(()) };
-        let interval_ns = 1_000_000_000 / config.rate.max(1);
         let interpreter = Interpreter {
             robust_list: self.robust_list,
             depth: config.depth,
-            interval_ns,
-            // What has not been used is saved up for a second.
-            ahead_ns: 1_000_000_000,
+            interval_ns: interval_ns(config.rate),
+            ahead_ns: AHEAD_NS,
             ..interpreter.for_programs(salt)
         };
         let tgid = process.tgid;
@@ -599,7 +666,7 @@ impl Attacher {
                     Status::Failed(format!("no room for another site ({e}): trace fewer processes"));
                 continue;
             }
-            for program in programs_of(probe, self.stacks.is_some()) {
+            for program in programs_of(probe, self.stacks.is_some(), self.native_stacks.is_some()) {
                 let program = if self.empty { program.empty() } else { program };
                 plan.entry(program).or_default().push((hit.offset, index));
             }
@@ -796,14 +863,25 @@ fn advice(error: &io::Error) -> &'static str {
 /// The kernel's own "not supported", which no libc names.
 const ENOTSUPP: i32 = 524;
 
-fn programs_of(probe: &Probe, with_stacks: bool) -> Vec<Program> {
-    let with_stacks = with_stacks && probe.observes.is_allocation();
-    let leave = if with_stacks { Program::LeaveStack } else { Program::Leave };
+fn programs_of(probe: &Probe, with_stacks: bool, with_native: bool) -> Vec<Program> {
+    let is_allocation = probe.observes.is_allocation();
+    let (with_stacks, takes_native) = (with_stacks && is_allocation, with_native && is_allocation);
+    let leave = match (takes_native, with_stacks) {
+        (true, _) => Program::LeaveNative,
+        (false, true) => Program::LeaveStack,
+        (false, false) => Program::Leave,
+    };
+    // Any return probe may be on a stack that is taken within the call.
+    let (keep, keep_struct) = match with_native {
+        true => (Program::KeepCaller, Program::KeepStructCaller),
+        false => (Program::Keep, Program::KeepStruct),
+    };
     match probe.shape {
         Shape::Enter => vec![Program::Enter],
         Shape::Annotate => vec![Program::Annotate],
-        Shape::EnterReturn { structure: NO_ARG, .. } => vec![Program::Keep, leave],
-        Shape::EnterReturn { .. } => vec![Program::KeepStruct, leave],
+        Shape::EnterReturn { structure: NO_ARG, .. } => vec![keep, leave],
+        Shape::EnterReturn { .. } => vec![keep_struct, leave],
+        Shape::Report { .. } if takes_native => vec![Program::ReportNative],
         Shape::Report { .. } if with_stacks => vec![Program::ReportStack],
         Shape::Report { .. } => vec![Program::Report],
         Shape::Name { .. } => vec![Program::Name],
@@ -870,10 +948,16 @@ fn python_minor(files: &[MappedFile]) -> Option<u8> {
     })
 }
 
-/// Kernels before 5.11 charge maps and programs to RLIMIT_MEMLOCK.
-fn raise_memlock() {
-    use nix::sys::resource::{Resource, setrlimit};
+/// Kernels before 5.11 charge maps and programs to RLIMIT_MEMLOCK. Sites attached by perf events, and the files of
+/// native stacks, take a descriptor each.
+fn raise_limits() {
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
     if let Err(e) = setrlimit(Resource::RLIMIT_MEMLOCK, libc::RLIM_INFINITY, libc::RLIM_INFINITY) {
         tracing::debug!("RLIMIT_MEMLOCK not raised: {e}");
+    }
+    let raised = getrlimit(Resource::RLIMIT_NOFILE)
+        .and_then(|(_, most)| setrlimit(Resource::RLIMIT_NOFILE, most, most));
+    if let Err(e) = raised {
+        tracing::debug!("RLIMIT_NOFILE not raised: {e}");
     }
 }

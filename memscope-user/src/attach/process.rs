@@ -151,6 +151,11 @@ impl MappedFile {
     pub fn start(&self) -> Option<u64> {
         u64::from_str_radix(self.range.split('-').next()?, 16).ok()
     }
+
+    /// The address behind.
+    pub fn end(&self) -> Option<u64> {
+        u64::from_str_radix(self.range.split('-').nth(1)?, 16).ok()
+    }
 }
 
 /// Which file, whatever its name.
@@ -261,16 +266,27 @@ impl Process {
 
     /// The files mapped executable, each once.
     pub fn mapped_files(&self) -> Result<Vec<MappedFile>, ProcessError> {
+        let mut seen = std::collections::HashSet::new();
+        let mut files = parse_code(&self.maps()?);
+        files.retain(|file| seen.insert(file.id.clone()));
+        Ok(files)
+    }
+
+    /// All ranges of files that are mapped executable, in order of address.
+    pub fn mapped_code(&self) -> Result<Vec<MappedFile>, ProcessError> {
+        Ok(parse_code(&self.maps()?))
+    }
+
+    fn maps(&self) -> Result<Vec<u8>, ProcessError> {
         let path = self.proc.path(self.tgid, "maps");
-        let maps = fs::read(&path).map_err(|source| match source.kind() {
+        fs::read(&path).map_err(|source| match source.kind() {
             io::ErrorKind::PermissionDenied => {
                 ProcessError::Denied { path: path.display().to_string(), source }
             }
             io::ErrorKind::NotFound => ProcessError::NoSuchProcess(self.tgid),
             _ if source.raw_os_error() == Some(libc::ESRCH) => ProcessError::NoSuchProcess(self.tgid),
             _ => ProcessError::Read { path: path.display().to_string(), source },
-        })?;
-        Ok(parse_maps(&maps))
+        })
     }
 
     /// Opens a mapped file: the very inode that is mapped, not what now has its name.
@@ -356,8 +372,7 @@ pub fn command_line(proc: &Proc, tgid: Tgid) -> String {
     }
 }
 
-fn parse_maps(maps: &[u8]) -> Vec<MappedFile> {
-    let mut seen = std::collections::HashSet::new();
+fn parse_code(maps: &[u8]) -> Vec<MappedFile> {
     let mut files = Vec::new();
     for line in maps.split(|b| *b == b'\n') {
         // 7f…-7f… r-xp 00026000 fe:00 1234    /usr/lib/libc.so.6
@@ -372,8 +387,7 @@ fn parse_maps(maps: &[u8]) -> Vec<MappedFile> {
         if access.get(2) != Some(&b'x') || inode == b"0" || !rest.starts_with(b"/") {
             continue;
         }
-        if seen.insert((device, inode))
-            && let Ok(range) = std::str::from_utf8(range)
+        if let Ok(range) = std::str::from_utf8(range)
             && let Some(offset) =
                 std::str::from_utf8(offset).ok().and_then(|o| u64::from_str_radix(o, 16).ok())
         {
@@ -408,17 +422,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn maps_give_each_executable_file_once() {
+    fn maps_give_what_is_executable() {
         let maps = b"55d0-55d4 r--p 00000000 fe:00 11    /usr/bin/python3\n\
             55d4-55d8 r-xp 00004000 fe:00 11    /usr/bin/python3\n\
             7f00-7f01 rw-p 00000000 00:00 0 \n\
             7f01-7f02 r-xp 00000000 fe:00 12    /opt/my libs/libascendcl.so (deleted)\n\
             7f02-7f03 r-xp 00001000 fe:00 12    /opt/my libs/libascendcl.so (deleted)\n\
             7fff-7fff r-xp 00000000 00:00 0     [vdso]\n";
-        let files = parse_maps(maps);
+        let files = parse_code(maps);
         let paths: Vec<_> = files.iter().map(|f| f.path.to_str().unwrap()).collect();
-        assert_eq!(paths, ["/usr/bin/python3", "/opt/my libs/libascendcl.so (deleted)"]);
-        assert_eq!((files[1].start(), files[1].offset), (Some(0x7f01), 0));
+        let library = "/opt/my libs/libascendcl.so (deleted)";
+        assert_eq!(paths, ["/usr/bin/python3", library, library]);
+        assert_eq!((files[1].start(), files[1].end(), files[1].offset), (Some(0x7f01), Some(0x7f02), 0));
+        assert_eq!(files[1].id(), files[2].id());
     }
 
     #[test]

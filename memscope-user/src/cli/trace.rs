@@ -24,7 +24,7 @@ use super::{
 };
 use crate::{
     analysis::inefficient::Report,
-    attach::{Mechanism, StackConfig, process::Proc},
+    attach::{Mechanism, NativeStackConfig, StackConfig, process::Proc},
     dump::{Format, StackStyle},
     model::Tgid,
     probes::catalogue::Class,
@@ -63,8 +63,8 @@ pub struct TraceArgs {
     /// What to look for [leaks, inefficient, decompose, none]
     #[arg(long, value_name = "LIST", default_value = "leaks", help_heading = "What to look at")]
     analysis: List<AnalysisWord>,
-    /// Stacks of allocations: the lines of the program that led to them, so many frames at most
-    /// [python[:DEPTH], none]
+    /// Stacks of allocations: the lines of the program that led to them, and the native functions, so many frames at
+    /// most [python[:DEPTH], c[:DEPTH], none]
     #[arg(long, value_name = "LIST", default_value = "python", help_heading = "What to look at")]
     call_stack: List<StackWord>,
     /// Report and dump these devices only, by the driver's numbers [npu, npu:N]
@@ -109,6 +109,9 @@ pub struct TraceArgs {
     /// Size of the buffer between kernel and tracer
     #[arg(long, value_name = "BYTES", default_value = "16M", help_heading = "Tuning")]
     ring_size: Bytes,
+    /// With --call-stack c: of a pool's blocks, take native stacks of those from this size on
+    #[arg(long, value_name = "BYTES", help_heading = "What to look at")]
+    native_min: Option<Bytes>,
     /// Stacks of a thread a second, at most; allocations beyond are counted as without one
     #[arg(long, value_name = "N", default_value_t = StackConfig::default().rate, help_heading = "Tuning",
         value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
@@ -132,10 +135,11 @@ words! { FailWord: "finding" { Leaks = "leaks", Inefficient = "inefficient" } }
 words! { FramesWord: "choice of frames" { User = "user", All = "all" } }
 words! { MechanismWord: "mechanism" { Multi = "multi", PerfCookie = "perf-cookie", PerfSite = "perf-site" } }
 
-/// `python[:DEPTH]`, `none`.
+/// `python[:DEPTH]`, `c[:DEPTH]`, `none`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum StackWord {
     Python { depth: Option<u32> },
+    Native { depth: Option<u32> },
     None,
 }
 
@@ -147,17 +151,20 @@ impl FromStr for StackWord {
             Some((kind, depth)) => (kind, Some(depth)),
             None => (word, None),
         };
+        let depth = match depth.map(str::parse) {
+            None => None,
+            Some(Ok(depth)) if (1..=MAX_DEPTH as u32).contains(&depth) => Some(depth),
+            Some(_) => {
+                return Err(format!("{word:?} has no depth: they are whole numbers from 1 to {MAX_DEPTH}"));
+            }
+        };
         match (kind, depth) {
             ("none", None) => Ok(Self::None),
-            ("c", _) => Err("native stacks (c) are not available yet; python ones are".into()),
-            ("python", None) => Ok(Self::Python { depth: None }),
-            ("python", Some(depth)) => match depth.parse() {
-                Ok(depth) if (1..=MAX_DEPTH as u32).contains(&depth) => {
-                    Ok(Self::Python { depth: Some(depth) })
-                }
-                _ => Err(format!("{depth:?} is no depth: they are whole numbers from 1 to {MAX_DEPTH}")),
-            },
-            _ => Err(format!("{word:?} is no kind of stack; known are: python, python:DEPTH, none")),
+            ("c", depth) => Ok(Self::Native { depth }),
+            ("python", depth) => Ok(Self::Python { depth }),
+            _ => Err(format!(
+                "{word:?} is no kind of stack; known are: python, python:DEPTH, c, c:DEPTH, none"
+            )),
         }
     }
 }
@@ -217,6 +224,10 @@ impl TraceArgs {
             );
             anyhow::ensure!(size.0 >= SMALLEST_CAPTURE, "--max-size {}: from 1M on", size.0);
         }
+        let (python, native) = stacks(&self.call_stack.0)?;
+        if native.is_none() && self.native_min.is_some() {
+            anyhow::bail!("--native-min needs --call-stack c");
+        }
         let devices = self.device.map(|list| list.0).unwrap_or_default();
         let only_devices = if devices.contains(&Device::All) {
             Vec::new()
@@ -249,22 +260,34 @@ impl TraceArgs {
                 MechanismWord::PerfCookie => Mechanism::PerfCookie,
                 MechanismWord::PerfSite => Mechanism::PerfSite,
             }),
-            stacks: stacks(&self.call_stack, self.stack_rate, self.without_btf),
+            stacks: python.map(|depth| StackConfig {
+                depth,
+                rate: self.stack_rate,
+                without_btf: self.without_btf,
+            }),
+            native_stacks: native.map(|depth| NativeStackConfig {
+                depth,
+                rate: self.stack_rate,
+                pool_bytes: self.native_min.map_or(NativeStackConfig::default().pool_bytes, |bytes| bytes.0),
+            }),
             stdout_is_taken: self.json,
             empty: self.empty_programs,
         })
     }
 }
 
-/// The last word counts.
-fn stacks(words: &List<StackWord>, rate: u32, without_btf: bool) -> Option<StackConfig> {
-    match words.0.last() {
-        Some(StackWord::Python { depth }) => {
-            let depth = depth.unwrap_or(StackConfig::default().depth);
-            Some(StackConfig { depth, rate, without_btf })
+/// Which stacks to take: Python's and native ones. Of two words of a kind the last counts.
+fn stacks(words: &[StackWord]) -> anyhow::Result<(Option<u32>, Option<u32>)> {
+    let (mut python, mut native) = (None, None);
+    for word in words {
+        match *word {
+            StackWord::Python { depth } => python = Some(depth.unwrap_or(StackConfig::default().depth)),
+            StackWord::Native { depth } => native = Some(depth.unwrap_or(NativeStackConfig::default().depth)),
+            StackWord::None if words.len() > 1 => anyhow::bail!("--call-stack: none goes with nothing else"),
+            StackWord::None => {}
         }
-        Some(StackWord::None) | None => None,
     }
+    Ok((python, native))
 }
 
 pub(super) fn run(args: TraceArgs, quiet: bool) -> anyhow::Result<Verdict> {

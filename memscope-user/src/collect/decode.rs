@@ -197,7 +197,14 @@ impl Decoder {
             }
             kind::MAPPED => {
                 self.received += 1;
+                if let Some(native) = &mut self.stacks.native {
+                    native.expect_changes(tgid);
+                }
                 return Some(Notice::Mapped(tgid, header.time_ns));
+            }
+            kind::NATIVE => {
+                self.malformed += u64::from(self.stacks.learn_native(bytes).is_none());
+                return None;
             }
             kind::STACK => {
                 self.malformed += u64::from(self.stacks.learn(bytes).is_none());
@@ -224,7 +231,7 @@ impl Decoder {
                 let probe = site.probe;
                 Return::read(bytes).map(|call| {
                     let api = self.sites.get(call.api as usize).map(|site| (site.probe.site, call.asked));
-                    let stack = self.stacks.get(tgid, call.stack);
+                    let stack = self.stacks.of_event(&call.header, call.stack);
                     process.leave(probe, &call, api, stack)
                 })
             }
@@ -248,10 +255,12 @@ impl Decoder {
                 None
             }),
             kind::REPORT => match Report::read(bytes) {
-                Some(report) => match process.report(site, &report, self.stacks.get(tgid, report.stack)) {
-                    Ok(kind) => Some(kind),
-                    Err(why) => return Some(Notice::Distrust { site: header.site as usize, why }),
-                },
+                Some(report) => {
+                    match process.report(site, &report, self.stacks.of_event(&report.header, report.stack)) {
+                        Ok(kind) => Some(kind),
+                        Err(why) => return Some(Notice::Distrust { site: header.site as usize, why }),
+                    }
+                }
                 None => None,
             },
             _ => None,

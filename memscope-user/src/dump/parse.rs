@@ -65,6 +65,8 @@ pub(super) struct Fields<'a> {
     pub attrs: Attrs<'a>,
     /// Stack of the Python functions.
     pub python: &'a [u8],
+    /// Of the native ones.
+    pub native: &'a [u8],
 }
 
 /// What can be said of a row without those before it. [`Continuity`] adds the rest.
@@ -251,7 +253,7 @@ impl Parser {
                     size,
                     totals,
                     driver,
-                    stack: self.stack(fields.python),
+                    stack: self.stack(fields),
                 }))
             }
             (b"FREE", event_type) => {
@@ -333,36 +335,41 @@ impl Parser {
                 // What msMemScope writes such a row for.
                 code: attrs.ret.and_then(i32_of).unwrap_or(6),
                 api: api_of(attrs),
-                stack: self.stack(fields.python),
+                stack: self.stack(fields),
             })),
             _ => return Ok(None),
         }))
     }
 
-    /// A name of the target.
-    fn stack(&mut self, cell: &[u8]) -> Option<Arc<Stack>> {
-        if cell.is_empty() {
+    /// Of Python's functions, native ones, or both.
+    fn stack(&mut self, fields: &Fields<'_>) -> Option<Arc<Stack>> {
+        let Fields { python, native, .. } = fields;
+        if python.is_empty() && native.is_empty() {
             return None;
         }
-        if let Some(stack) = self.stacks.get(cell) {
+        let cells = [python, b"\0".as_slice(), native].concat();
+        if let Some(stack) = self.stacks.get(cells.as_slice()) {
             return stack.clone();
         }
-        let text = String::from_utf8_lossy(cell);
-        let stack = match self.dialect {
-            Dialect::Csv => {
-                let lines: Vec<_> = text.lines().map(|line| decode_text(line).into_owned()).collect();
-                stack::parse(&lines.join("\n"))
+        let lines = |cell: &[u8]| {
+            let text = String::from_utf8_lossy(cell);
+            match self.dialect {
+                Dialect::Csv => {
+                    let lines: Vec<_> = text.lines().map(|line| decode_text(line).into_owned()).collect();
+                    lines.join("\n")
+                }
+                Dialect::Db | Dialect::Plain => text.into_owned(),
             }
-            Dialect::Db | Dialect::Plain => stack::parse(&text),
         };
-        let stack = stack.map(Arc::new);
+        let stack = stack::parse(&lines(python), &lines(native)).map(Arc::new);
         if self.stacks.len() >= STACKS_KEPT {
             self.stacks.clear();
         }
-        self.stacks.insert(cell.into(), stack.clone());
+        self.stacks.insert(cells.into(), stack.clone());
         stack
     }
 
+    /// A name of the target.
     fn name(&mut self, cell: &[u8]) -> Name {
         if let Some(name) = self.names.get(cell) {
             return name.clone();

@@ -22,5 +22,5 @@ pub use extents::FreeSpace;
 pub use ids::{AllocationId, Container, DeviceId, DevicePtr, Nanos, Pool, StepId, Tgid, Tid};
 pub use ledger::{BlockRef, Change, Count, DeviceMemory, DriverUse, Ending, Ledger, PoolUse, Process};
 pub use module::Module;
-pub use stack::{Frame, Origin, Stack, Whose};
+pub use stack::{Frame, NativeFrame, NativeStack, Origin, Stack, Whose};
 pub use steps::{Step, StepRule, Steps, StepsFrom};

@@ -252,6 +252,12 @@ const MS_ALLOC_OLD: &str = "_ZN9mindspore6device21DynamicMemPoolBestFit14AllocTe
 const MS_FREE_OLD: &str = "_ZN9mindspore6device21DynamicMemPoolBestFit13FreeTensorMemERKPv";
 const ATB_EXECUTE: &str = "_ZN3atb13OperationBase7ExecuteERKNS_11VariantPackEPhmPNS_7ContextE";
 
+/// Whether a file is, by its name, one that sites are looked for in.
+pub fn is_ascend_library(path: &std::path::Path) -> bool {
+    let Some(name) = path.file_name().and_then(|n| n.to_str()) else { return false };
+    CATALOGUE.iter().flat_map(|p| p.libraries).any(|library| name.starts_with(library))
+}
+
 pub static CATALOGUE: &[Probe] = rows! {
     Memory: {
         // The truth about bytes on a device. The *Inner functions are the bodies of these: never probe both.

@@ -64,7 +64,7 @@ pub enum Arch {
 
 /// A PT_LOAD entry.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Segment {
+pub(crate) struct Segment {
     pub address: u64,
     pub offset: u64,
     /// Bytes. What memory has beyond them is zero.
@@ -279,7 +279,7 @@ impl Library {
         classify(self.arch, &code).ok_or_else(|| self.malformed(format!("code ends at offset {offset:#x}")))
     }
 
-    pub(super) fn segments(&self) -> &[Segment] {
+    pub(crate) fn segments(&self) -> &[Segment] {
         &self.segments
     }
 
@@ -288,7 +288,7 @@ impl Library {
     }
 
     /// (address, bytes)
-    pub(super) fn eh_frame_hdr(&self) -> Option<(u64, u64)> {
+    pub(crate) fn eh_frame_hdr(&self) -> Option<(u64, u64)> {
         self.eh_frame_hdr
     }
 

@@ -19,7 +19,7 @@ use crate::model::{
     AllocationId, Basis, Block, Container, Count, DeviceId, DeviceMemory, DevicePtr, Ending, Frame,
     FreeSpace, Name, Nanos, Pool, PoolUse, Process, Stack, StepId, Tgid, Tid, Whose,
 };
-use crate::stacks::Tally;
+use crate::stacks::{self, NativeTally, Tally};
 
 /// Blocks listed as not judged, per device: the largest. The totals count all.
 const NOT_JUDGED_LISTED: usize = 10_000;
@@ -89,8 +89,10 @@ pub struct Target {
     pub torch_npu: Option<String>,
     /// Version of the Python interpreter, when its stacks are understood.
     pub python: Option<String>,
-    /// `None` when stacks were not asked for.
+    /// `None` when Python stacks were not asked for.
     pub stacks: Option<StackFacts>,
+    /// `None` when native stacks were not asked for.
+    pub native_stacks: Option<NativeStackFacts>,
 }
 
 /// How many of a process's allocations have a Python stack.
@@ -116,16 +118,42 @@ pub struct WithoutStack {
 impl StackFacts {
     pub fn new(tally: Option<&Tally>, refused: Option<String>) -> Self {
         let Some(tally) = tally else { return StackFacts { refused, ..StackFacts::default() } };
-        let without = tally.without().into_iter();
         StackFacts {
             own: tally.own,
             via: tally.via,
-            without: without
-                .map(|(reason, allocations)| WithoutStack { reason: reason.text(), allocations })
-                .collect(),
+            without: WithoutStack::list(tally.without()),
             gone_frames: tally.gone_frames,
             refused,
         }
+    }
+}
+
+impl WithoutStack {
+    fn list(without: Vec<(stacks::Reason, u64)>) -> Vec<Self> {
+        without
+            .into_iter()
+            .map(|(reason, allocations)| WithoutStack { reason: reason.text(), allocations })
+            .collect()
+    }
+}
+
+/// How many of a process's allocations have a native stack.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct NativeStackFacts {
+    /// Down to the function that the thread began with.
+    pub whole: u64,
+    /// Of which the outermost frames are missing.
+    pub cut: u64,
+    pub without: Vec<WithoutStack>,
+    /// Bytes of a pool's block from which on its stack was taken.
+    pub pool_bytes: u64,
+}
+
+impl NativeStackFacts {
+    pub fn new(tally: Option<&NativeTally>, pool_bytes: u64) -> Self {
+        let Some(tally) = tally else { return NativeStackFacts { pool_bytes, ..Default::default() } };
+        let without = WithoutStack::list(tally.without());
+        NativeStackFacts { whole: tally.whole, cut: tally.cut, without, pool_bytes }
     }
 }
 
@@ -241,9 +269,9 @@ pub struct BlockFacts {
     pub freed_ns: Option<Nanos>,
 }
 
-/// Where in the program a block was allocated. Serialized as two lists of frames, innermost first: `python`, and `via`
-/// for the frames of the main thread where that waited for the thread that allocated. Both are empty where neither is
-/// known.
+/// Where in the program a block was allocated. Serialized as lists of frames, innermost first: `python`, `via` for the
+/// frames of the main thread where that waited for the thread that allocated, and `native`. They are empty where nothing
+/// is known. `native_cut`: further native frames are missing behind the last.
 #[derive(Debug, Clone, Default)]
 pub struct StackOf(pub Option<Arc<Stack>>);
 
@@ -269,9 +297,14 @@ impl StackOf {
 
 impl Serialize for StackOf {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut fields = serializer.serialize_struct("StackOf", 2)?;
+        let native = self.0.as_ref().and_then(|stack| stack.native());
+        let frames: Vec<&Frame> =
+            native.into_iter().flat_map(|native| native.frames()).map(|native| &native.frame).collect();
+        let mut fields = serializer.serialize_struct("StackOf", 4)?;
         fields.serialize_field("python", self.frames(Whose::Own))?;
         fields.serialize_field("via", self.frames(Whose::Via))?;
+        fields.serialize_field("native", &frames)?;
+        fields.serialize_field("native_cut", &native.is_some_and(|native| native.is_cut()))?;
         fields.end()
     }
 }

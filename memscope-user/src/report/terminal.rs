@@ -9,6 +9,7 @@ use crate::model::{Count, DeviceId, Frame, Name, Pool, Stack, StepId, Tgid, Tid,
 
 use super::document::{
     BlockFacts, Device, Document, FreeFacts, GrowthFacts, OomFacts, PoolFacts, ReconciliationFacts, StackOf,
+    WithoutStack,
 };
 use super::{decompose, inefficient, units};
 
@@ -569,6 +570,13 @@ impl Report<'_> {
         if stack.is_cut() {
             line(out, "    and further ones (--call-stack python:DEPTH)");
         }
+        let Some(native) = stack.native() else { return };
+        for frame in native.frames() {
+            line(out, &format!("    native: {}", units::frame(&frame.frame)));
+        }
+        if native.is_cut() {
+            line(out, "    and further ones, which are not known (--call-stack c:DEPTH)");
+        }
     }
 
     /// How many allocations have a Python stack, and why others have none.
@@ -594,12 +602,34 @@ impl Report<'_> {
                 let _ =
                     write!(text, ", {} of them by the main thread's backward pass", units::count(facts.via));
             }
-            for without in &facts.without {
-                let _ = write!(text, "; {} {}", units::count(without.allocations), without.reason);
-            }
+            without_stack(&mut text, &facts.without);
             if facts.gone_frames > 0 {
                 let _ = write!(text, "; the code of {} frames was gone", units::count(facts.gone_frames));
             }
+            line(out, &text);
+        }
+    }
+
+    /// The same of native stacks.
+    fn native_stacks(&self, out: &mut String) {
+        for target in &self.document.targets {
+            let Some(facts) = &target.native_stacks else { continue };
+            let without = units::sum(facts.without.iter().map(|without| without.allocations));
+            let (with, all) = (facts.whole + facts.cut, facts.whole + facts.cut + without);
+            if all == 0 {
+                continue;
+            }
+            let mut text = format!(
+                "Native stacks: {}{} of {} allocations have one (of pools those of {} and more)",
+                self.process(target.pid),
+                units::count(with),
+                units::count(all),
+                units::bytes(facts.pool_bytes)
+            );
+            if facts.cut > 0 {
+                let _ = write!(text, ", {} of them without their outermost frames", units::count(facts.cut));
+            }
+            without_stack(&mut text, &facts.without);
             line(out, &text);
         }
     }
@@ -615,6 +645,7 @@ impl Report<'_> {
         }
         line(out, &text);
         self.stacks(out);
+        self.native_stacks(out);
         let failed: Vec<_> = document.sites.iter().filter(|site| site.reason.is_some()).collect();
         for site in failed.iter().take(SITES_SHOWN) {
             let mut text = format!("  {}", site.site);
@@ -795,6 +826,12 @@ fn around(text: &mut String, comma: &str, block: &BlockFacts) {
         let _ = write!(text, "{comma} around {op}");
     } else if let Some(api) = block.api {
         let _ = write!(text, "{comma} by {api}");
+    }
+}
+
+fn without_stack(text: &mut String, reasons: &[WithoutStack]) {
+    for without in reasons {
+        let _ = write!(text, "; {} {}", units::count(without.allocations), without.reason);
     }
 }
 

@@ -1,21 +1,23 @@
-//! Python stacks of allocations: which interpreter a process has, and what its frames are called.
+//! Stacks of allocations, Python's and native ones: which interpreter a process has, and what its frames are called.
 //!
-//! The BPF programs walk the frames and send each stack once, as addresses. Here they get names. The names are read
+//! The BPF programs walk Python's frames and send each stack once, as addresses. Here they get names. The names are read
 //! from the process while it runs on, once for each code object.
 
 mod code;
 mod interpreter;
 mod lines;
 mod memory;
+mod native;
 mod offsets;
 mod origin;
 
 use std::sync::Arc;
 
-use memscope_ebpf::{Plain, RawFrame, StackHead, flags, no_stack};
+use memscope_ebpf::{Header, Plain, RawFrame, StackHead, flags, no_stack};
 use rustc_hash::FxHashMap;
 
 pub use interpreter::{Found, Interpreter, Refusal, robust_list};
+pub use native::{NativeTally, Natives, demangled};
 pub use origin::Origins;
 
 use crate::model::{Frame, Name, Origin, Stack, Tgid, Whose};
@@ -32,7 +34,7 @@ const MOST_CODES: usize = 1 << 16;
 /// What a frame is called whose code could not be read in time.
 const GONE: &str = "<code gone>";
 
-/// Why allocations have no Python stack.
+/// Why allocations have no stack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Reason {
     NoInterpreter,
@@ -40,6 +42,10 @@ pub enum Reason {
     NoState,
     NoFrames,
     MainElsewhere,
+    /// Of native stacks.
+    Small,
+    /// Of native stacks.
+    NoCode,
     Limited,
     Unreadable,
     NoRoom,
@@ -53,6 +59,8 @@ impl Reason {
             Self::NoState => "on threads without Python",
             Self::NoFrames => "outside of Python functions",
             Self::MainElsewhere => "on threads that the main thread did not wait for",
+            Self::Small => "of pools, below --native-min",
+            Self::NoCode => "in code that belongs to no file any more",
             Self::Limited => "beyond a thread's share of stacks",
             Self::Unreadable => "unreadable",
             Self::NoRoom => "without room for the stack",
@@ -90,10 +98,14 @@ impl Tally {
 
     /// In order of the reasons.
     pub fn without(&self) -> Vec<(Reason, u64)> {
-        let mut list: Vec<_> = self.without.iter().map(|(reason, count)| (*reason, *count)).collect();
-        list.sort_unstable();
-        list
+        in_order(&self.without)
     }
+}
+
+fn in_order(without: &FxHashMap<Reason, u64>) -> Vec<(Reason, u64)> {
+    let mut list: Vec<_> = without.iter().map(|(reason, count)| (*reason, *count)).collect();
+    list.sort_unstable();
+    list
 }
 
 /// The stacks of all processes.
@@ -101,6 +113,8 @@ impl Tally {
 pub struct Stacks {
     processes: FxHashMap<Tgid, Known>,
     tallies: FxHashMap<Tgid, Tally>,
+    /// `None` when they are not wanted.
+    pub native: Option<Natives>,
 }
 
 /// What is known of a process.
@@ -129,6 +143,9 @@ impl Stacks {
     /// The process ended or runs another program.
     pub fn forget(&mut self, tgid: Tgid) {
         self.processes.remove(&tgid);
+        if let Some(native) = &mut self.native {
+            native.forget(tgid);
+        }
     }
 
     pub fn tally(&self, tgid: Tgid) -> Option<&Tally> {
@@ -157,8 +174,23 @@ impl Stacks {
         Some(())
     }
 
-    /// The stack that an event names. Counts it.
-    pub fn get(&mut self, tgid: Tgid, id: u64) -> Option<Arc<Stack>> {
+    /// Takes a NATIVE record; `None` when it is malformed.
+    pub fn learn_native(&mut self, bytes: &[u8]) -> Option<()> {
+        self.native.as_mut().map_or(Some(()), |native| native.learn(bytes))
+    }
+
+    /// The stack of an event, by the header of its record and the Python stack that it names. Counts it.
+    pub fn of_event(&mut self, header: &Header, id: u64) -> Option<Arc<Stack>> {
+        let tgid = Tgid(header.tgid);
+        let python = self.get(tgid, id);
+        match self.native.as_mut().and_then(|native| Some((native.take(header)?, native))) {
+            Some((stack, native)) => Some(native.join(tgid, id, python.as_ref(), stack)),
+            None => python,
+        }
+    }
+
+    /// The Python stack that an event names. Counts it.
+    fn get(&mut self, tgid: Tgid, id: u64) -> Option<Arc<Stack>> {
         if id == no_stack::NOT_WANTED {
             return None;
         }

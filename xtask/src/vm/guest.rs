@@ -27,13 +27,19 @@ pub enum Tests {
     Shell,
 }
 
+/// The test programs that a guest runs.
+const TESTS: [&str; 2] = ["native", "native_stacks"];
+
 const INIT: &str = include_str!("init.sh");
 
 /// Builds everything for a machine and packs it; the file that the kernel unpacks.
 pub fn build(arch: Arch, packages: &mut Packages) -> anyhow::Result<PathBuf> {
     let compiler = Compiler::find(arch, packages)?;
     let tracer = compiler.build(&["build", "--package", "memscope-user", "--bin", "memscope-trace"])?;
-    let tests = compiler.build(&["test", "--no-run", "--package", "memscope-e2e", "--test", "native"])?;
+    let tests = TESTS.map(|name| {
+        let tests = compiler.build(&["test", "--no-run", "--package", "memscope-e2e", "--test", name])?;
+        Ok::<_, anyhow::Error>((name, tests))
+    });
 
     fs::create_dir_all(dir())?;
     let tree = Tree { arch, dir: tempfile::tempdir_in(dir())? };
@@ -52,7 +58,10 @@ pub fn build(arch: Arch, packages: &mut Packages) -> anyhow::Result<PathBuf> {
         fs::copy(c_library(arch, library)?, tree.path("lib").join(library))?;
     }
     tree.strip(&tracer, Path::new("memscope/memscope-trace"))?;
-    tree.strip(&tests, Path::new("memscope/deps/native"))?;
+    for tests in tests {
+        let (name, tests) = tests?;
+        tree.strip(&tests, &Path::new("memscope/deps").join(name))?;
+    }
     for layout in LAYOUTS {
         let built = compiler.sim(layout)?;
         // Where the tests look for it, by the path that was compiled into them.

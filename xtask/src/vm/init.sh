@@ -22,6 +22,9 @@ if [ "$shell" ]; then
 fi
 echo "@kernel $(uname -r) $(uname -v)"
 echo "@check $(./memscope-trace check --json | tr -d '\n')"
-MEMSCOPE_REQUIRE=native:v8,native:v9 ./deps/native --test-threads 1 --skip containers_ $filter
-echo "@exit $?"
+failed=0
+for tests in ./deps/*; do
+    MEMSCOPE_REQUIRE=native:v8,native:v9 $tests --test-threads 1 --skip containers_ $filter || failed=$?
+done
+echo "@exit $failed"
 poweroff -f

@@ -121,6 +121,7 @@ fn parse(parser: &mut Parser, line: u64, cells: &Cells<'_>) -> Result<Option<Key
         ptr: cells.get(8),
         attrs: Attrs::from_csv(cells.get(9)),
         python: cells.get(10),
+        native: cells.get(11),
     })?;
     Ok(parsed.map(|parsed| Keyed { key: Key { time: parsed.row.time.0, id: parsed.id, line }, parsed }))
 }

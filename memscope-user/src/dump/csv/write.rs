@@ -145,11 +145,23 @@ fn encode(out: &mut Vec<u8>, id: u64, row: &Row, record: &Record<'_>, stacks: St
     if let Some(stack) = record.stack {
         let mut text = String::with_capacity(1024);
         stack::write(&mut text, stack, stacks, |out, line| out.push_str(&cell_text(line)));
+        write_stack(out, &text);
+        out.push(b',');
+        text.clear();
+        stack::write_native(&mut text, stack, stacks, |out, line| out.push_str(&cell_text(line)));
+        write_stack(out, &text);
+        out.push(b'\n');
+    } else {
+        out.extend_from_slice(b",\n");
+    }
+}
+
+fn write_stack(out: &mut Vec<u8>, text: &str) {
+    if !text.is_empty() {
         out.push(b'"');
         out.extend_from_slice(text.as_bytes());
         out.push(b'"');
     }
-    out.extend_from_slice(b",\n");
 }
 
 /// Appends a text of the target as a cell, in quotation marks where it needs them.

@@ -180,6 +180,7 @@ fn parse(parser: &mut Parser, row: &rusqlite::Row<'_>) -> Result<Option<Keyed>, 
         ptr: cell(8),
         attrs,
         python: cell(10),
+        native: cell(11),
     })?;
     Ok(parsed.map(|parsed| Keyed { key: Key { time: parsed.row.time.0, id: parsed.id, line: 0 }, parsed }))
 }

@@ -35,6 +35,7 @@ pub(in crate::dump) struct DbFile {
     stacks: StackStyle,
     attrs: String,
     stack: String,
+    native: String,
     /// Rows since the last commit.
     uncommitted: u64,
 }
@@ -50,8 +51,18 @@ impl DbFile {
         let connection = open(&path).map_err(io::Error::other)?;
         let places = vec!["?"; COLUMNS.len()].join(",");
         let insert = format!("INSERT INTO {TABLE} VALUES ({places})");
-        let (attrs, stack) = (String::new(), String::new());
-        Ok(DbFile { dir, stem, connection: Some(connection), insert, stacks, attrs, stack, uncommitted: 0 })
+        let (attrs, stack, native) = Default::default();
+        Ok(DbFile {
+            dir,
+            stem,
+            connection: Some(connection),
+            insert,
+            stacks,
+            attrs,
+            stack,
+            native,
+            uncommitted: 0,
+        })
     }
 
     fn insert(&mut self, id: u64, row: &Row, record: &Record<'_>) -> rusqlite::Result<()> {
@@ -71,8 +82,10 @@ impl DbFile {
         let ptr = record.ptr.map_or_else(|| "N/A".to_owned(), |ptr| format!("0x{:016x}", ptr.0));
         json_of(&mut self.attrs, record);
         self.stack.clear();
+        self.native.clear();
         if let Some(stack) = record.stack {
             stack::write(&mut self.stack, stack, self.stacks, |out, line| out.push_str(line));
+            stack::write_native(&mut self.native, stack, self.stacks, |out, line| out.push_str(line));
         }
         insert.execute(params![
             id as i64,
@@ -86,7 +99,7 @@ impl DbFile {
             ptr,
             self.attrs,
             self.stack,
-            "",
+            self.native,
         ])?;
         Ok(())
     }

@@ -2,6 +2,7 @@
 
 mod cann;
 mod scene;
+mod stacks;
 mod truth;
 
 use std::io::BufRead as _;

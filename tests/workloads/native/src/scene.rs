@@ -1,6 +1,7 @@
 //! The scenes.
 
 use std::ffi::{CStr, CString};
+use std::path::PathBuf;
 use std::sync::mpsc;
 use std::time::Duration;
 
@@ -9,6 +10,7 @@ use clap::Subcommand;
 use serde_json::json;
 
 use crate::cann::{self, Address, KernelArgs, PhysicalProp, Text, check};
+use crate::stacks;
 use crate::truth::{Block, Tally, Truth, cpu_ns, monotonic_ns};
 
 const KIB: usize = 1 << 10;
@@ -60,6 +62,12 @@ pub enum Scene {
     Mindspore,
     /// Launches COUNT kernels, in three ways by turns, with copies between
     Kernel { count: u64 },
+    /// ROUNDS of allocations with known stacks; each but the first waits for the file GATES/ROUND
+    Stacks {
+        gates: PathBuf,
+        #[arg(long, default_value_t = 2)]
+        rounds: u32,
+    },
     /// Does nothing
     Sleep { seconds: f64 },
 }
@@ -68,6 +76,7 @@ impl Scene {
     /// Plays the scene once, on `device`, which is the current one.
     pub fn play(&self, device: i32, truth: &Truth) -> anyhow::Result<Tally> {
         match *self {
+            Self::Stacks { ref gates, rounds } => stacks::play(device, rounds, gates, truth),
             Self::Pairs { count, size } => pairs(count, size, truth),
             Self::Leak { steps, marks, step_ms } => leak(device, steps, marks, step_ms, truth),
             Self::Oom { size } => out_of_memory(size, truth),
