@@ -30,7 +30,9 @@ use crate::{
     },
     collect::decode::{Decoder, Notice},
     dump::{Caller, Fact, Format, OutputError, Pipeline, Place, StackStyle, rows_of},
-    model::{Change, DeviceId, Event, EventKind, Ledger, Name, Nanos, Pool, StepRule, StepsFrom, Tgid, Tid},
+    model::{
+        Alloc, Change, DeviceId, Event, EventKind, Ledger, Name, Nanos, Pool, StepRule, StepsFrom, Tgid, Tid,
+    },
     probes::catalogue::{CATALOGUE, Class, is_ascend_library},
     report::document::{
         Document, Dump, Events, NativeStackFacts, Site, StackFacts, Target as TargetFacts, Timing, Trace,
@@ -904,7 +906,7 @@ fn write_rows(dump: Option<&Pipeline>, config: &Config, event: &Event, change: &
         if config.decompose
             && let Fact::Event(EventKind::Alloc(alloc)) = &row.fact
         {
-            row.owner = ledger.process(event.tgid).and_then(|process| owner(process, alloc.pool, event.tid));
+            row.owner = ledger.process(event.tgid).and_then(|process| owner(process, alloc, event.tid));
         }
         match row.place() {
             Some(Place::Npu(device)) if !selects(&config.only_devices, device.0) => {}
@@ -913,13 +915,13 @@ fn write_rows(dump: Option<&Pipeline>, config: &Config, event: &Event, change: &
     });
 }
 
-/// Labels of what a thread allocates now: the operator, and the ranges of the program.
-fn owner(process: &crate::model::Process, pool: Pool, tid: Tid) -> Option<Name> {
-    let op = process.current_op(tid).filter(|_| !matches!(pool, Pool::Hal | Pool::Host));
-    match (op, process.label(tid)) {
+/// Labels of what a thread allocates now: the operator, and what the program calls it.
+fn owner(process: &crate::model::Process, alloc: &Alloc, tid: Tid) -> Option<Name> {
+    let op = process.current_op(tid).filter(|_| !matches!(alloc.pool, Pool::Hal | Pool::Host));
+    match (op, process.label(tid, alloc.stack.as_deref())) {
         (Some(op), Some(label)) => Some(format!("ops@{op}@{label}").into()),
         (Some(op), None) => Some(format!("ops@{op}").into()),
-        (None, label) => label.cloned(),
+        (None, label) => label,
     }
 }
 

@@ -8,7 +8,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use memscope_e2e::{Block, DumpFile, Ground, Report, Target, Traced, Tracer, truth};
+use memscope_e2e::{Block, DumpFile, Ground, Report, Target, Traced, Tracer, pointer, truth};
 use serde_json::{Value, json};
 
 /// The 8.x layout of CANN, and the 9.x layout.
@@ -878,6 +878,49 @@ fn what_memory_is_for_is_inferred() -> Result<()> {
             "owners name operator and range"
         );
     }
+    Ok(())
+}
+
+/// Functions of frameworks say whose memory it is, without a mark and without a hook.
+#[test]
+fn memory_is_labelled_by_functions_of_frameworks() -> Result<()> {
+    let ground = GROUNDS[0];
+    if !ground.is_ready() {
+        return Ok(());
+    }
+    let run = Run::held(ground, "windows.py", &[], &[])?;
+    let pid = run.target.pid();
+    let tracer = Tracer::start(&["-p", &pid.to_string(), "--analysis", "decompose"])?.attached()?;
+    run.go()?;
+    let (_, lines, traced) = run.finish(tracer)?;
+    let report = traced.report()?;
+    let decomposition = report.0["decomposition"].as_array().into_iter().flatten();
+    let device = decomposition.into_iter().find(|of| of["device"] == 0).context("no decomposition")?;
+    let tensors: Vec<_> = lines.iter().filter(|line| line["event"] == "tensor").collect();
+    assert_eq!(tensors.len(), 8, "{tensors:?}");
+    let files = traced.dump(pid)?;
+    let rows: Vec<_> =
+        files.iter().flat_map(|file| &file.rows).filter(|row| row["Event"] == "MALLOC").collect();
+    for tensor in tensors {
+        let ptr = tensor["ptr"].as_u64();
+        let blocks = device["blocks"].as_array().into_iter().flatten();
+        let block = blocks
+            .into_iter()
+            .find(|block| block["pool"] == "PTA" && block["ptr"].as_str().map(pointer) == ptr)
+            .with_context(|| format!("no block of {tensor}"))?;
+        assert_eq!(block["label"], tensor["label"], "{block}");
+        let row = rows
+            .iter()
+            .find(|row| row["Event Type"] == "PTA" && Some(pointer(&row["Ptr"])) == ptr)
+            .with_context(|| format!("no row of {tensor}"))?;
+        let owner = DumpFile::attr(row, "owner").context("no owner")?;
+        match tensor["label"].as_str() {
+            Some(label) => assert!(owner.ends_with(&format!("@{label}")), "{owner} for {tensor}"),
+            None => assert!(!owner.contains("vllm"), "{owner} for {tensor}"),
+        }
+    }
+    let dump = traced.dir.path().to_string_lossy().into_owned();
+    assert_eq!(Tracer::verb(&["decompose", &dump])?["decomposition"], report.0["decomposition"]);
     Ok(())
 }
 

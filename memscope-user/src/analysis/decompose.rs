@@ -76,7 +76,8 @@ pub struct Decomposition {
     pub classes: Vec<ClassShare>,
     /// By the operator in progress at allocation, else the last one before.
     pub operators: Vec<NamedShare>,
-    /// By the ranges that the program was in at allocation, from the outermost, joined with `@`.
+    /// By the ranges, and the functions of frameworks, that the program was in at allocation: from the outermost, joined
+    /// with `@`.
     pub labels: Vec<NamedShare>,
     /// The largest live blocks.
     pub blocks: Vec<ClassifiedBlock>,
@@ -209,7 +210,7 @@ impl Analysis for Decompose {
                     process.gone(old);
                 }
                 if let Some(block) = known.block(*block) {
-                    process.allocated(block, known.label(event.tid).cloned());
+                    process.allocated(block, known.label(event.tid, block.stack.as_deref()));
                 }
             }
             (_, Change::Freed(block)) => process.gone(block),

@@ -11,7 +11,7 @@ use super::segments::{Candidate, Growth, Pending, Unclaimed};
 use super::steps::{Boundary, StepRule, Steps, StepsFrom};
 use super::{
     Alloc, AllocationId, Block, DeviceId, DevicePtr, Driver, Event, EventKind, Free, Module, Name, Pool,
-    StepId, Tgid, Tid, Totals,
+    Stack, StepId, Tgid, Tid, Totals,
 };
 
 pub use super::block::BlockRef;
@@ -365,9 +365,13 @@ impl Process {
         self.lost_frees[pool as usize]
     }
 
-    /// The texts of the ranges in which a thread is, without those that are steps: from the outermost, joined with `@`.
-    pub fn label(&self, tid: Tid) -> Option<&Name> {
-        self.labels.of(tid)
+    /// What the program calls memory that a thread allocates now: the texts of the ranges in which it is, without those
+    /// that are steps, then what functions of frameworks on the stack say; from the outermost, joined with `@`.
+    pub fn label(&self, tid: Tid, stack: Option<&Stack>) -> Option<Name> {
+        match (self.labels.of(tid), stack.and_then(Stack::label)) {
+            (Some(ranges), Some(functions)) => Some(format!("{ranges}@{functions}").into()),
+            (ranges, functions) => ranges.or(functions).cloned(),
+        }
     }
 
     /// What is free in the segments that a pool has on a device, as far as they were seen. `None` without any, and where

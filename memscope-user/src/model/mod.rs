@@ -12,6 +12,7 @@ mod stack;
 mod steps;
 #[cfg(test)]
 pub(crate) mod testing;
+mod windows;
 
 pub use block::{Block, Driver};
 pub use event::{

@@ -7,7 +7,7 @@ use std::{
 
 use serde::Serialize;
 
-use super::Name;
+use super::{Name, windows};
 
 /// A function of the program, and where it was.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
@@ -94,6 +94,8 @@ pub struct Stack {
     cut: bool,
     /// The frame to name where there is room for one.
     place: usize,
+    /// Labels of the windows that it passes through.
+    label: Option<Name>,
     native: Option<Arc<NativeStack>>,
 }
 
@@ -121,17 +123,27 @@ impl Stack {
     /// Of Python's functions; `None` without frames.
     pub fn new(frames: Vec<(Frame, Origin)>, whose: Whose, cut: bool) -> Option<Self> {
         let place = place_of(frames.iter().map(|(_, origin)| *origin))?;
-        let frames = frames.into_iter().map(|(frame, _)| frame).collect();
-        Some(Stack { frames, whose, cut, place, native: None })
+        let frames: Arc<[Frame]> = frames.into_iter().map(|(frame, _)| frame).collect();
+        let label = windows::label(&frames);
+        Some(Stack { frames, whose, cut, place, label, native: None })
     }
 
     /// The native functions below those of `python`, if any.
     pub fn with_native(python: Option<&Stack>, native: Arc<NativeStack>) -> Self {
         let native = Some(native);
         match python {
-            Some(stack) => Stack { frames: stack.frames.clone(), native, ..*stack },
-            None => Stack { frames: Arc::default(), whose: Whose::Own, cut: false, place: 0, native },
+            Some(&Stack { ref frames, whose, cut, place, ref label, .. }) => {
+                Stack { frames: frames.clone(), whose, cut, place, label: label.clone(), native }
+            }
+            None => {
+                Stack { frames: Arc::default(), whose: Whose::Own, cut: false, place: 0, label: None, native }
+            }
         }
+    }
+
+    /// What functions of frameworks that it passes through say of the memory, from the outermost, joined with `@`.
+    pub fn label(&self) -> Option<&Name> {
+        self.label.as_ref()
     }
 
     pub fn native(&self) -> Option<&NativeStack> {
