@@ -47,17 +47,22 @@ pub fn play(device: i32, rounds: u32, gates: &Path, truth: &Truth) -> anyhow::Re
 }
 
 /// Name, how it is played, the functions of this file that are on the stack (innermost first, and behind the last one
-/// [`play`], unless there is a `*`: then the thread begins with it), and whether the unwind tables tell all of it.
+/// [`play`], unless there is a `*`: then the thread begins with it), and whether all of it can be told: by unwind tables
+/// and a copy of the stack on x86_64, by frame pointers on aarch64.
 type Kind = (&'static str, fn(i32), &'static [&'static str], bool);
 
 const KINDS: &[Kind] = &[
     ("nested", nested, &["take", "inner", "middle", "nested"], true),
     ("recursion", recursion, &["take", "recurse", "recurse", "recurse", "recurse", "recursion"], true),
     ("callback", callback, &["take", "compare", "callback"], true),
+    #[cfg(target_arch = "x86_64")]
     ("signal", signal, &["take", "handle", "signal"], true),
+    // The interrupted function is in no frame record.
+    #[cfg(target_arch = "aarch64")]
+    ("signal", signal, &["take", "handle"], false),
     ("thread", thread, &["take", "on_thread", "*"], true),
     ("aligned", aligned, &["take", "aligned"], true),
-    ("large", large, &["take", "large"], false),
+    ("large", large, &["take", "large"], cfg!(target_arch = "aarch64")),
     #[cfg(target_arch = "x86_64")]
     ("without frame pointer", without_frame_pointer, &["take", "without_frame_pointer"], true),
     #[cfg(target_arch = "x86_64")]
