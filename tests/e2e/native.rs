@@ -145,7 +145,7 @@ fn the_kernel_takes_the_programs_that_walk_stacks() -> Result<()> {
         return Ok(());
     }
     let found = Tracer::check()?;
-    assert_eq!(found["BPF programs"], "load, with ring buffer and Python stacks", "{found:?}");
+    assert_eq!(found["BPF programs"], "load, with ring buffer, Python and native stacks", "{found:?}");
     Ok(())
 }
 
