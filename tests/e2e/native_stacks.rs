@@ -223,6 +223,47 @@ fn stacks_are_what_gdb_finds() -> Result<()> {
     Ok(())
 }
 
+/// A program without Python: its leaks are named by its own innermost function.
+#[test]
+fn leaks_are_named_by_native_functions() -> Result<()> {
+    if !GROUND.is_ready() {
+        return Ok(());
+    }
+    for json in [true, false] {
+        let dir = tempfile::tempdir()?;
+        let file = dir.path().join("truth.jsonl").to_string_lossy().into_owned();
+        let words = ["--wait-stdin", "--truth", &file, "leak", "--steps", "8", "--marks"];
+        let mut target = Target::start(GROUND.command(&words))?;
+        let pid = target.pid().to_string();
+        let options = ["-p", pid.as_str(), "--call-stack", "python,c"];
+        let tracer = Tracer::start_with(&options, json)?.attached()?;
+        target.tell("go")?;
+        ensure!(target.finish()?.0.success());
+        let traced = tracer.finish()?;
+        if !json {
+            let leaks: Vec<_> = traced.stdout.lines().filter(|line| line.contains("LEAK ")).collect();
+            assert!(!leaks.is_empty(), "{}", traced.stdout);
+            // Inlined where there is debug information to tell, and then without what is around it.
+            let ours = |line: &&str| line.contains(" in allocate") || line.contains(" in native_workload::");
+            assert!(leaks.iter().all(ours), "{leaks:#?}");
+            assert!(traced.stdout.contains("allocations have one (of pools those of 1.00 MiB and more)"));
+            continue;
+        }
+        let report = traced.report()?;
+        let leaks = report.0["devices"].as_array().into_iter().flatten();
+        let leaks: Vec<_> = leaks.filter_map(|device| device["leaks"].as_array()).flatten().collect();
+        assert!(!leaks.is_empty(), "{report:#?}", report = report.0);
+        for leak in leaks {
+            let native = leak["native"].as_array().context("no frames")?;
+            let has = |function: &str| native.iter().any(|frame| frame["function"] == function);
+            assert!(has("rtMalloc") && has("native_workload::main") && has("_start"), "{native:#?}");
+            assert_eq!(leak["native_cut"], false);
+            assert!(native.iter().all(|frame| frame["file"].is_string() && frame.get("line").is_some()));
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn depth_rate_and_size_are_the_users_choice() -> Result<()> {
     if !GROUND.is_ready() {

@@ -106,9 +106,9 @@ pub struct TraceArgs {
     #[arg(long, value_name = "LIST", help_heading = "Output")]
     fail_on: Option<List<FailWord>>,
 
-    /// Size of the buffer between kernel and tracer
-    #[arg(long, value_name = "BYTES", default_value = "16M", help_heading = "Tuning")]
-    ring_size: Bytes,
+    /// Size of the buffer between kernel and tracer [default: 16M, with native stacks 64M]
+    #[arg(long, value_name = "BYTES", help_heading = "Tuning")]
+    ring_size: Option<Bytes>,
     /// With --call-stack c: of a pool's blocks, take native stacks of those from this size on
     #[arg(long, value_name = "BYTES", help_heading = "What to look at")]
     native_min: Option<Bytes>,
@@ -228,6 +228,9 @@ impl TraceArgs {
         if native.is_none() && self.native_min.is_some() {
             anyhow::bail!("--native-min needs --call-stack c");
         }
+        // A copied stack takes the room of two hundred events.
+        let ring_size =
+            self.ring_size.map_or(if native.is_some() { 64 << 20 } else { 16 << 20 }, |size| size.0);
         let devices = self.device.map(|list| list.0).unwrap_or_default();
         let only_devices = if devices.contains(&Device::All) {
             Vec::new()
@@ -251,10 +254,10 @@ impl TraceArgs {
             dump: DumpSelection { memory, launches, accesses: !off },
             max_size: self.max_size.map(|size| size.0),
             dump_stacks: if self.flat_stacks { StackStyle::Flat } else { StackStyle::Lines },
-            ring_bytes: u32::try_from(self.ring_size.0)
+            ring_bytes: u32::try_from(ring_size)
                 .ok()
                 .filter(|n| (64 << 10..=1 << 30).contains(n))
-                .ok_or_else(|| anyhow::anyhow!("--ring-size {}: from 64K to 1G", self.ring_size.0))?,
+                .ok_or_else(|| anyhow::anyhow!("--ring-size {ring_size}: from 64K to 1G"))?,
             mechanism: self.mechanism.map(|word| match word {
                 MechanismWord::Multi => Mechanism::UprobeMulti,
                 MechanismWord::PerfCookie => Mechanism::PerfCookie,
