@@ -186,7 +186,14 @@ impl Gathered {
             let mut text = std::mem::take(&mut self.scratch);
             text.clear();
             stack::write(&mut text, stack, StackStyle::Lines, |out, line| out.push_str(line));
-            self.text(Column::Python, &text);
+            if !text.is_empty() {
+                self.text(Column::Python, &text);
+            }
+            text.clear();
+            stack::write_native(&mut text, stack, StackStyle::Lines, |out, line| out.push_str(line));
+            if !text.is_empty() {
+                self.text(Column::Native, &text);
+            }
             self.scratch = text;
         }
         if carried {

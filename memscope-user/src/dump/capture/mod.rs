@@ -82,6 +82,7 @@ columns! {
     Ret "ret" I64,
     Shadow "shadow" Flag,
     Python "python_stack" Text,
+    Native "native_stack" Text,
     Carried "carried" Flag,
 }
 

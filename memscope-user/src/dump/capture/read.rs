@@ -226,6 +226,7 @@ fn parse(parser: &mut Parser, columns: &Columns, row: usize, line: u64) -> Resul
         ptr: number(Column::Ptr).unwrap_or_default(),
         attrs,
         python: text(Column::Python).unwrap_or_default(),
+        native: text(Column::Native).unwrap_or_default(),
     })?;
     Ok(parsed.map(|parsed| Keyed { key: Key { time: parsed.row.time.0, id: parsed.id, line }, parsed }))
 }
