@@ -671,7 +671,8 @@ fn nothing_is_left_in_the_target_by_a_tracer_that_ended_or_was_killed() -> Resul
         let (mut target, file) = held(V9, dir.path(), &["leak", "--steps", "5", "--marks"])?;
         let pid = target.pid().to_string();
         let listed = Tracer::start_probes(&["-p", &pid, "--json"])?;
-        let rows: Vec<Value> = serde_json::from_str(&listed)?;
+        let rows: Value = serde_json::from_str(&listed)?;
+        let rows = rows["sites"].as_array().context("no sites")?;
         let row = rows.iter().find(|row| row["site"] == "halMemAlloc").context("no halMemAlloc")?;
         let library = row["file"].as_str().context("no file")?;
         let offset = row["offset"].as_u64().context("no offset")?;
@@ -866,7 +867,8 @@ fn probes_names_sites_in_a_process_and_in_a_file() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let (target, _) = held(V8, dir.path(), &["sleep", "0"])?;
     let traced = Tracer::start_probes(&["-p", &target.pid().to_string(), "--json"])?;
-    let rows: Vec<Value> = serde_json::from_str(&traced)?;
+    let rows: Value = serde_json::from_str(&traced)?;
+    let rows = rows["sites"].as_array().context("no sites")?;
     let row = |site: &str| rows.iter().find(|row| row["site"] == site).with_context(|| format!("no {site}"));
     let hal = row("halMemAlloc")?;
     assert!(hal["file"].as_str().is_some_and(|f| f.ends_with("libascend_hal.so")));

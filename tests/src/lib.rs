@@ -512,9 +512,10 @@ impl Tracer {
     /// What `memscope-trace check` found, by subject.
     pub fn check() -> Result<HashMap<String, String>> {
         let output = Command::new(tracer_binary()?).args(["check", "--json"]).output()?;
-        let lines: Vec<Value> = serde_json::from_slice(&output.stdout)?;
+        let document: Value = serde_json::from_slice(&output.stdout)?;
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-        Ok(lines.iter().map(|line| (text(&line["subject"]), text(&line["finding"]))).collect())
+        let lines = document["checks"].as_array();
+        Ok(lines.into_iter().flatten().map(|line| (text(&line["subject"]), text(&line["finding"]))).collect())
     }
 
     /// What a verb that reads dumps prints with `--json`.

@@ -1,9 +1,15 @@
 //! `memscope-trace check`.
 
-use clap::Args;
+use std::fmt::Write;
 
-use super::Verdict;
-use crate::check::{self, State};
+use clap::Args;
+use serde::Serialize;
+
+use super::{
+    Verdict,
+    output::{print, print_document},
+};
+use crate::check::{self, Line, State};
 
 #[derive(Debug, Args)]
 pub struct CheckArgs {
@@ -12,29 +18,41 @@ pub struct CheckArgs {
     json: bool,
 }
 
+#[derive(Serialize)]
+struct Checked {
+    ready: bool,
+    checks: Vec<Line>,
+}
+
 pub(super) fn run(args: CheckArgs) -> anyhow::Result<Verdict> {
-    let lines = check::run();
+    let checks = check::run();
+    let checked = Checked { ready: checks.iter().all(|line| line.state != State::Bad), checks };
     if args.json {
-        println!("{}", serde_json::to_string_pretty(&lines)?);
+        print_document(&checked)?;
     } else {
-        for line in &lines {
-            let mark = match line.state {
-                State::Good => "ok  ",
-                State::Limited => "note",
-                State::Bad => "BAD ",
-            };
-            println!("{mark}  {:<20} {}", line.subject, line.finding);
-            if let Some(advice) = &line.advice {
-                println!("      {:<20} -> {advice}", "");
-            }
+        print(text(&checked)?)?;
+    }
+    Ok(if checked.ready { Verdict::Fine } else { Verdict::NotReady })
+}
+
+fn text(checked: &Checked) -> Result<String, std::fmt::Error> {
+    let mut out = String::new();
+    for line in &checked.checks {
+        let mark = match line.state {
+            State::Good => "ok  ",
+            State::Limited => "note",
+            State::Bad => "BAD ",
+        };
+        writeln!(out, "{mark}  {:<20} {}", line.subject, line.finding)?;
+        if let Some(advice) = &line.advice {
+            writeln!(out, "      {:<20} -> {advice}", "")?;
         }
     }
-    let ready = lines.iter().all(|line| line.state != State::Bad);
-    if !args.json {
-        println!(
-            "{}",
-            if ready { "This host is ready." } else { "This host is not ready: see the lines marked BAD." }
-        );
-    }
-    Ok(if ready { Verdict::Fine } else { Verdict::NotReady })
+    let verdict = if checked.ready {
+        "This host is ready."
+    } else {
+        "This host is not ready: see the lines marked BAD."
+    };
+    writeln!(out, "{verdict}")?;
+    Ok(out)
 }

@@ -8,13 +8,15 @@ use serde::Serialize;
 use super::{
     Verdict,
     list::{List, Ordinal, words},
-    offline::{each_row_and_step, inferred_steps, print_json, shown},
+    offline::{each_row_and_step, inferred_steps, shown},
+    output::{print, print_document},
     steps::StepArgs,
 };
 use crate::{
-    analysis::compare::{self, Difference, Layer, Profile, Profiler, Sequences, Side, Table},
+    analysis::compare::{self, Difference, Profile, Profiler, Sequences, Side, Table},
     dump::{Caller, write_comparison},
     model::{StepId, StepsFrom},
+    report::compare::render,
 };
 
 #[derive(Debug, Args)]
@@ -89,10 +91,14 @@ pub(super) fn run(args: CompareArgs) -> anyhow::Result<Verdict> {
         _ => anyhow::bail!("compare takes two dumps, or one and --steps A,B"),
     };
     if args.json {
-        print_json(&compared)?;
+        print_document(&compared)?;
         return Ok(Verdict::Fine);
     }
-    print(&compared);
+    let mut text = render(&compared.difference);
+    if let Some(path) = &compared.table_path {
+        text += &format!("msMemScope's table: {}\n", shown(path));
+    }
+    print(text)?;
     Ok(Verdict::Fine)
 }
 
@@ -129,41 +135,5 @@ fn read(
             return Ok((profiler, sequences));
         }
         inferred = Some(inferred_steps(dump, &rule, source)?);
-    }
-}
-
-fn print(compared: &Compared) {
-    const MOST: usize = 20;
-    println!("{}", compared.difference.verdict);
-    for memory in &compared.difference.memories {
-        let of = &memory.memory;
-        let changed: Vec<_> = memory.ops.iter().filter(|op| op.net_diff != 0 || op.peak_diff != 0).collect();
-        println!(
-            "{}, {}: net {:+} bytes ({:+} against {:+}), peak {:+} bytes",
-            of.device.map_or("host".into(), |device| format!("device {device}")),
-            layer(of.layer),
-            memory.compare.net() - memory.base.net(),
-            memory.compare.net(),
-            memory.base.net(),
-            memory.compare.at_peak as i64 - memory.base.at_peak as i64,
-        );
-        for op in changed.iter().take(MOST) {
-            let name = op.name.as_deref().unwrap_or("before the first operator");
-            println!("  {name}: net {:+} bytes, at the peak {:+} bytes", op.net_diff, op.peak_diff);
-        }
-        if changed.len() > MOST {
-            println!("  and {} more (--json has all)", changed.len() - MOST);
-        }
-    }
-    if let Some(path) = &compared.table_path {
-        println!("msMemScope's table: {}", path.display());
-    }
-}
-
-fn layer(layer: Layer) -> &'static str {
-    match layer {
-        Layer::Pools => "pools",
-        Layer::Driver => "driver",
-        Layer::Host => "pinned host memory",
     }
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{Verdict, list::List, offline::each_row, trace::FormatWord};
+use super::{Verdict, list::List, offline::each_row, output::print, trace::FormatWord};
 use crate::dump::{Caller, Config, StackStyle, Writer};
 
 #[derive(Debug, Args)]
@@ -34,7 +34,7 @@ pub(super) fn run(args: ConvertArgs) -> anyhow::Result<Verdict> {
     each_row(&[args.input], |numbered| writer.write(&numbered.row))?;
     let mut failed = None;
     for file in writer.finish() {
-        println!("{}: {} rows", file.path.display(), file.rows);
+        print(format_args!("{}: {} rows\n", file.path.display(), file.rows))?;
         failed = failed.or(file.failure.map(|why| anyhow::anyhow!("{}: {why}", file.path.display())));
     }
     failed.map_or(Ok(Verdict::Fine), Err)

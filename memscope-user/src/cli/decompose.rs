@@ -6,7 +6,8 @@ use clap::Args;
 
 use super::{
     Verdict,
-    offline::{document, print_json},
+    offline::document,
+    output::{print, print_report},
     steps::StepArgs,
 };
 use crate::{analysis::Online, report::decompose::render};
@@ -30,9 +31,9 @@ pub(super) fn run(args: DecomposeArgs) -> anyhow::Result<Verdict> {
         Online::new(rule.clone(), false).with_steps_from(&rule, args.step.source()).with_decompose();
     let document = document(&args.dumps, &mut online)?;
     if args.json {
-        print_json(&document)?;
+        print_report(&document)?;
     } else {
-        print!("{}", render(&document, false));
+        print(render(&document, false))?;
     }
     Ok(Verdict::Fine)
 }

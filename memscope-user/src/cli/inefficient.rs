@@ -8,7 +8,8 @@ use serde::Serialize;
 use super::{
     Verdict,
     list::{Bytes, List, words},
-    offline::{Read, each_row, print_json},
+    offline::{Read, each_row},
+    output::{print, print_document},
     trace::FailWord,
 };
 use crate::{
@@ -126,9 +127,9 @@ pub(super) fn run(args: InefficientArgs) -> anyhow::Result<Verdict> {
     inefficient.finish(&mut |_| {});
     let found = Found { read, inefficient: inefficient.report() };
     if args.json {
-        print_json(&found)?;
+        print_document(&found)?;
     } else {
-        print!("{}", render(&found.inefficient, false));
+        print(render(&found.inefficient, false))?;
     }
     let any = found.inefficient.any();
     Ok(if any && args.fail_on.is_some_and(|list| list.0.contains(&FailWord::Inefficient)) {

@@ -8,7 +8,8 @@ use serde::Serialize;
 use super::{
     Verdict,
     list::List,
-    offline::{Read, document, each_row, print_json},
+    offline::{Read, document, each_row},
+    output::{print, print_document, print_report},
     steps::StepArgs,
     trace::FailWord,
 };
@@ -18,7 +19,7 @@ use crate::{
         offline_leaks::{Config, OfflineLeaks, Report},
     },
     model::Pool,
-    report::terminal,
+    report::{between_marks::render, terminal},
 };
 
 #[derive(Debug, Args)]
@@ -65,9 +66,9 @@ fn over_steps(args: &LeaksArgs) -> anyhow::Result<bool> {
     let mut online = Online::new(rule.clone(), true).with_steps_from(&rule, args.step.source());
     let document = document(&args.dumps, &mut online)?;
     if args.json {
-        print_json(&document)?;
+        print_report(&document)?;
     } else {
-        print!("{}", terminal::render(&document, false, false));
+        print(terminal::render(&document, false, false))?;
     }
     Ok(document.has_leaks())
 }
@@ -86,35 +87,9 @@ fn between_marks(args: &LeaksArgs, mark: String) -> anyhow::Result<bool> {
     let found = Found { read, report: leaks.finish() };
     let any = found.report.devices.iter().any(|device| !device.leaks.is_empty());
     if args.json {
-        print_json(&found)?;
+        print_document(&found)?;
         return Ok(any);
     }
-    if found.report.devices.is_empty() {
-        println!("The dump has no device.");
-    }
-    for device in &found.report.devices {
-        let who = format!("Process {}, device {}", device.pid, device.device);
-        let Some([a, _, c]) = device.between else {
-            println!(
-                "{who}: {} marks {:?}, three are needed from index {} on",
-                device.marks, found.report.mark, found.report.start_index
-            );
-            continue;
-        };
-        let bytes: u64 = device.leaks.iter().map(|leak| leak.size).sum();
-        println!(
-            "{who}: {} blocks, {bytes} bytes, allocated from row {} on and not freed before row {}",
-            device.leaks.len(),
-            a.id,
-            c.id
-        );
-        for leak in &device.leaks {
-            let op = leak.op.as_deref().map(|op| format!(", around {op}")).unwrap_or_default();
-            println!(
-                "  {} {} bytes at {}, row {}, thread {}{op}",
-                leak.pool, leak.size, leak.ptr, leak.id, leak.tid
-            );
-        }
-    }
+    print(render(&found.report))?;
     Ok(any)
 }

@@ -9,6 +9,7 @@ mod leaks;
 mod list;
 mod offline;
 mod oom;
+mod output;
 mod probes;
 mod progress;
 mod steps;
@@ -133,13 +134,10 @@ impl From<Verdict> for ExitCode {
 /// Parses the process's arguments, runs, and says how it went.
 pub fn main() -> ExitCode {
     let words: Vec<OsString> = std::env::args_os().collect();
-    let matches = match Cli::command().try_get_matches_from(words) {
-        Ok(matches) => matches,
-        Err(e) => e.exit(),
-    };
-    let cli = match Cli::from_arg_matches(&matches) {
+    let parsed = Cli::command().try_get_matches_from(words).and_then(|m| Cli::from_arg_matches(&m));
+    let cli = match parsed {
         Ok(cli) => cli,
-        Err(e) => e.exit(),
+        Err(answer) => return answered(&answer),
     };
     cli.logging.start();
     let result = match cli.command {
@@ -161,6 +159,17 @@ pub fn main() -> ExitCode {
             progress::say(&format!("memscope-trace: {}", explain(&e)));
             ExitCode::from(2)
         }
+    }
+}
+
+/// What the parser says itself: help and version on standard output, errors elsewhere.
+fn answered(answer: &clap::Error) -> ExitCode {
+    match answer.print() {
+        Err(e) if !answer.use_stderr() && e.kind() != io::ErrorKind::BrokenPipe => {
+            progress::say(&format!("memscope-trace: cannot write to standard output: {e}"));
+            ExitCode::from(2)
+        }
+        _ => ExitCode::from(u8::try_from(answer.exit_code()).unwrap_or(2)),
     }
 }
 

@@ -2,7 +2,6 @@
 
 use std::{
     collections::{HashMap, VecDeque},
-    io::Write,
     path::{Path, PathBuf},
 };
 
@@ -117,12 +116,6 @@ pub(super) struct Read {
     pub rows: u64,
     /// Rows, or ends of files, that could not be read.
     pub unread: u64,
-}
-
-pub(super) fn print_json(value: &impl serde::Serialize) -> anyhow::Result<()> {
-    let mut text = serde_json::to_vec_pretty(value)?;
-    text.push(b'\n');
-    Ok(std::io::stdout().lock().write_all(&text)?)
 }
 
 pub(super) fn shown(path: &Path) -> String {

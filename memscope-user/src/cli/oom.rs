@@ -6,7 +6,8 @@ use clap::Args;
 
 use super::{
     Verdict,
-    offline::{document, print_json},
+    offline::document,
+    output::{print, print_report},
     steps::StepArgs,
 };
 use crate::{
@@ -36,9 +37,9 @@ pub(super) fn run(args: OomArgs) -> anyhow::Result<Verdict> {
         .with_oom_blocks(args.blocks.into());
     let document = document(&args.dumps, &mut online)?;
     if args.json {
-        print_json(&document)?;
+        print_report(&document)?;
     } else {
-        print!("{}", render_oom(&document, false));
+        print(render_oom(&document, false))?;
     }
     Ok(Verdict::Fine)
 }

@@ -1,12 +1,15 @@
 //! `memscope-trace probes`.
 
-use std::{collections::HashSet, fs::File, io::Write, path::PathBuf, sync::Arc};
+use std::{collections::HashSet, fmt::Write, fs::File, path::PathBuf, sync::Arc};
 
 use anyhow::Context;
 use clap::Args;
 use serde::Serialize;
 
-use super::{Verdict, offline::print_json};
+use super::{
+    Verdict,
+    output::{print, print_document},
+};
 use crate::{
     attach::process::{FileId, Proc, Process},
     model::Tgid,
@@ -30,6 +33,11 @@ pub struct ProbesArgs {
     /// As one JSON document
     #[arg(long)]
     json: bool,
+}
+
+#[derive(Serialize)]
+struct Sites<'a, T> {
+    sites: &'a [T],
 }
 
 /// A site in a library, or missing from it.
@@ -60,10 +68,10 @@ pub(super) fn run(args: ProbesArgs) -> anyhow::Result<Verdict> {
     let rows: Vec<_> =
         files.iter().flat_map(|(path, file, resolved)| rows(path, file, resolved, &found)).collect();
     if args.json {
-        print_json(&rows)?;
+        print_document(&Sites { sites: &rows })?;
         return Ok(Verdict::Fine);
     }
-    let mut out = std::io::stdout().lock();
+    let mut out = String::new();
     for (path, _, resolved) in &files {
         let of_file: Vec<_> = rows.iter().filter(|row| row.file == *path).collect();
         if of_file.is_empty() && args.file.is_none() {
@@ -94,6 +102,7 @@ pub(super) fn run(args: ProbesArgs) -> anyhow::Result<Verdict> {
     let attachable = rows.iter().filter(|row| row.offset.is_some() && row.reason.is_none()).count();
     let missing = rows.iter().filter(|row| row.offset.is_none()).count();
     writeln!(out, "{attachable} sites would be attached, {missing} not found; nothing was attached")?;
+    print(out)?;
     Ok(Verdict::Fine)
 }
 
@@ -161,10 +170,10 @@ fn rows(path: &str, file: &File, resolved: &ResolvedFile, found: &HashSet<&str>)
 
 fn list_catalogue(json: bool) -> anyhow::Result<()> {
     if json {
-        print_json(&CATALOGUE)?;
+        print_document(&Sites { sites: CATALOGUE })?;
         return Ok(());
     }
-    let mut out = std::io::stdout().lock();
+    let mut out = String::new();
     let mut class = None;
     for probe in CATALOGUE {
         if class.replace(probe.class) != Some(probe.class) {
@@ -176,7 +185,7 @@ fn list_catalogue(json: bool) -> anyhow::Result<()> {
         writeln!(out, "  {:<46} {place}{since}", probe.site)?;
     }
     writeln!(out, "{} sites; -p PID or --file LIB show where they are", CATALOGUE.len())?;
-    Ok(())
+    print(out)
 }
 
 fn heading(class: Class) -> &'static str {

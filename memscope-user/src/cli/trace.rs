@@ -4,7 +4,7 @@ use std::{
     collections::HashSet,
     ffi::OsString,
     fs::File,
-    io::{self, BufWriter, IsTerminal, Write},
+    io::{BufWriter, Write},
     os::unix::{fs::OpenOptionsExt, process::ExitStatusExt},
     path::{Path, PathBuf},
     process::ExitStatus,
@@ -19,6 +19,7 @@ use super::{
     Verdict,
     inefficient::RuleArgs,
     list::{Bytes, Device, List, Ordinal, Seconds, words},
+    output,
     progress::Terminal,
     steps::StepArgs,
 };
@@ -335,15 +336,10 @@ fn create_report(path: &Path) -> anyhow::Result<BufWriter<File>> {
 }
 
 fn print(document: &Document, json: bool, all_frames: bool) -> anyhow::Result<()> {
-    let mut out = io::stdout().lock();
-    if json {
-        serde_json::to_writer_pretty(&mut out, document)?;
-        writeln!(out)?;
-    } else {
-        let colour = out.is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty());
-        write!(out, "{}", terminal::render(document, colour, all_frames))?;
+    match json {
+        true => output::print_report(document),
+        false => output::print(terminal::render(document, output::has_colour(), all_frames)),
     }
-    Ok(out.flush()?)
 }
 
 /// As a shell has it: the code, or 128 and the signal.

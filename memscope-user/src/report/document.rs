@@ -70,10 +70,19 @@ pub struct Trace {
     pub notes: Vec<String>,
 }
 
+/// Version of the documents: of this one, and of those of verbs that report something else.
+pub const SCHEMA: u32 = 1;
+
 #[derive(Debug, Clone, Serialize)]
 pub struct Tool {
     pub name: &'static str,
     pub version: &'static str,
+}
+
+impl Tool {
+    pub fn this() -> Self {
+        Tool { name: "memscope-trace", version: env!("CARGO_PKG_VERSION") }
+    }
 }
 
 #[derive(Debug, Clone, Serialize)]
@@ -498,8 +507,8 @@ impl Document {
         }
         devices.sort_by_key(|device| (device.pid, device.device.is_none(), device.device));
         Document {
-            schema: 1,
-            tool: Tool { name: "memscope-trace", version: env!("CARGO_PKG_VERSION") },
+            schema: SCHEMA,
+            tool: Tool::this(),
             leaks_analysed: online.leaks.is_some(),
             targets: trace.targets,
             sites: trace.sites,

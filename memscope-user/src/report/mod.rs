@@ -1,5 +1,7 @@
 //! What people read, and what their programs read.
 
+pub mod between_marks;
+pub mod compare;
 pub mod decompose;
 pub mod document;
 pub mod inefficient;

@@ -60,7 +60,13 @@ pub struct Report {
     log: PathBuf,
 }
 
-/// A line of `memscope-trace check`.
+/// What `memscope-trace check` prints.
+#[derive(Deserialize)]
+struct Checked {
+    checks: Vec<Finding>,
+}
+
+/// A line of it.
 #[derive(Debug, Deserialize)]
 pub struct Finding {
     pub subject: String,
@@ -163,7 +169,7 @@ impl Report {
         if let Some(release) = line.strip_prefix("@kernel ") {
             self.release = release.to_owned();
         } else if let Some(check) = line.strip_prefix("@check ") {
-            self.check = serde_json::from_str(check).unwrap_or_default();
+            self.check = serde_json::from_str(check).map(|Checked { checks }| checks).unwrap_or_default();
         } else if let Some(code) = line.strip_prefix("@exit ") {
             self.exit = code.parse().ok();
         } else if let Some((name, outcome)) =
