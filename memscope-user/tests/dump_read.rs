@@ -625,6 +625,70 @@ fn files_of_a_trace_are_read_as_one() {
     assert_eq!(read.iter().map(|row| row.row.clone()).collect::<Vec<_>>(), rows, "each row once, in order");
 }
 
+/// Copies of a trace, in either format, as they come to lie beside it: each row counts once.
+#[test]
+fn a_trace_that_is_there_twice_counts_once() {
+    let (once, _) = read(&fixture("leak6.csv"));
+    let facts = |rows: &[NumberedRow]| rows.iter().map(|row| row.row.clone()).collect::<Vec<Row>>();
+    let dir = tempfile::tempdir().expect("a directory");
+    let original = dir.path().join("memscope_dump_1.csv");
+    fs::copy(fixture("leak6.csv"), &original).expect("room");
+    // Converted into its own directory, and numbered anew by that; as its beginning, copied while it grew.
+    let mut writer = Writer::create(Config { formats: vec![Format::Csv, Format::Db], ..config(dir.path()) })
+        .expect("writable");
+    once.iter().for_each(|row| writer.write(&row.row));
+    let mut paths: Vec<PathBuf> = writer.finish().into_iter().map(|file| file.path).collect();
+    paths.push(dir.path().join("beginning.csv"));
+    let text = fs::read_to_string(&original).expect("there");
+    let beginning: Vec<&str> = text.lines().take(60).collect();
+    fs::write(&paths[2], beginning.join("\n") + "\n").expect("room");
+    paths.push(original.clone());
+    for copy in &paths {
+        let (rows, problems) = (open([&original, copy], Options::default()).map(read_all)).expect("dumps");
+        assert_eq!(problems, Problems::default());
+        assert_eq!(rows.len(), once.len(), "{copy:?}");
+        let mut rows = open([&original, copy], Options::default()).expect("dumps");
+        assert_eq!(rows.by_ref().count(), once.len());
+        let [overlap] = &rows.overlaps()[..] else { panic!("{copy:?}: {:?}", rows.overlaps()) };
+        assert_eq!((overlap.process, overlap.paths[0] == original), (Tgid(23999), true));
+        assert!(overlap.shared > 40, "{copy:?}: {overlap}");
+        let says = overlap.to_string();
+        assert!(
+            says.contains(if *copy == original { "was named twice" } else { "rows in common" }),
+            "{says}"
+        );
+    }
+    // The directory that it was converted into.
+    let (rows, _) = read(dir.path());
+    assert_eq!(facts(&rows), facts(&once));
+}
+
+/// Two tracers at once see the same events at slightly different times: there is no telling which is which.
+#[test]
+fn two_traces_of_a_process_at_once_are_named() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let [one, other, later] = [0, 1, 1_000].map(|shift| {
+        let path = dir.path().join(format!("{shift}.csv"));
+        let lines: Vec<String> = (0..9)
+            .map(|n| {
+                let time = 100 + 10 * n + shift;
+                format!("{n},MALLOC,PTA,N/A,{time},1,1,0,{n},\"{{size:512}}\",,")
+            })
+            .collect();
+        fs::write(&path, format!("{HEADER}\n{}\n", lines.join("\n"))).expect("room");
+        path
+    });
+    let overlaps = |paths: [&PathBuf; 2]| {
+        let mut rows = open(paths, Options::default()).expect("dumps");
+        assert_eq!(rows.by_ref().count(), 18);
+        rows.overlaps()
+    };
+    let [overlap] = &overlaps([&one, &other])[..] else { panic!("one") };
+    assert_eq!(overlap.shared, 0);
+    assert!(overlap.to_string().contains("two traces of process 1 at the same time"), "{overlap}");
+    assert_eq!(overlaps([&one, &later]), [], "one trace after another");
+}
+
 fn config(output: &Path) -> Config {
     Config {
         output: output.to_owned(),

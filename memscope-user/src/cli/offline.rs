@@ -12,7 +12,10 @@ use crate::{
         read::{NumberedRow, Options, Rows, open},
     },
     model::{Event, EventKind, StepRule, StepsFrom, Tgid},
-    report::document::{Document, Dump, Events, Trace},
+    report::{
+        document::{Document, Dump, Events, Trace},
+        units,
+    },
 };
 
 /// Reads dumps as one, to the end; what could not be read is said on standard error, and the rest counts.
@@ -29,9 +32,15 @@ pub(super) fn each_row(paths: &[PathBuf], mut row: impl FnMut(&NumberedRow)) -> 
     }
     let unread = problems.total;
     if unread > 0 {
-        tracing::warn!("{unread} rows could not be read: what follows rests on the other {count}");
+        tracing::warn!(
+            "{} could not be read: what follows rests on the other {}",
+            units::count_of(unread, "row"),
+            units::count(count)
+        );
     }
-    Ok(Read { rows: count, unread })
+    let notes: Vec<String> = rows.overlaps().iter().map(ToString::to_string).collect();
+    notes.iter().for_each(|note| tracing::warn!("{note}"));
+    Ok(Read { rows: count, unread, notes })
 }
 
 /// The beginnings of steps that operators tell of in a dump, by process.
@@ -101,21 +110,25 @@ pub(super) fn document(paths: &[PathBuf], online: &mut Online) -> anyhow::Result
     })?;
     online.finish(|_, _, _| {});
     let shown: Vec<_> = paths.iter().map(|path| shown(path)).collect();
-    let reason = (read.unread > 0).then(|| format!("{} rows could not be read", read.unread));
+    let reason =
+        (read.unread > 0).then(|| format!("{} could not be read", units::count_of(read.unread, "row")));
     let trace = Trace {
         events: Events { received: read.rows, lost: 0 },
         dump: Some(Dump { path: shown.join(", "), complete: read.unread == 0, reason }),
+        notes: read.notes,
         ..Trace::default()
     };
     Ok(Document::new(trace, online))
 }
 
 /// What was read of dumps.
-#[derive(Debug, Clone, Copy, serde::Serialize)]
+#[derive(Debug, Clone, serde::Serialize)]
 pub(super) struct Read {
     pub rows: u64,
     /// Rows, or ends of files, that could not be read.
     pub unread: u64,
+    /// Files that are not independent of each other.
+    pub notes: Vec<String>,
 }
 
 pub(super) fn shown(path: &Path) -> String {

@@ -1,22 +1,27 @@
 //! Reading dumps: any number of files of any format, as one stream of rows in order of time.
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BTreeMap, BinaryHeap};
+use std::fmt;
 use std::fs::File;
 use std::io;
+use std::mem::{Discriminant, discriminant};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
-use crate::model::Tgid;
+use rustc_hash::FxHashMap;
+
+use crate::model::{DevicePtr, EventKind, Name, Tgid, Tid};
+use crate::report::units;
 use crate::text::sanitize;
 
 use super::capture::{CaptureSource, captures_of, is_capture};
 use super::csv::CsvSource;
 use super::db::{DbSource, is_database};
 use super::parse::{Continuity, Parsed, RowError};
-use super::row::Row;
+use super::row::{Fact, Place, Row};
 
 /// Rows handed over at a time.
 const BATCH: usize = 1024;
@@ -26,6 +31,9 @@ const AHEAD: usize = 8;
 
 /// Problems of a dump that are kept to be shown; all are counted.
 const PROBLEMS_KEPT: usize = 100;
+
+/// Rows of one moment that are looked for in other files: more happen at once only where everything that is alive ends.
+const MOMENT_MOST: usize = 1 << 17;
 
 /// Why a dump can not be read at all.
 #[derive(Debug, thiserror::Error)]
@@ -115,6 +123,35 @@ impl Problems {
     }
 }
 
+/// Two files of the same process and device that say something about the same time.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Overlap {
+    pub paths: [PathBuf; 2],
+    pub process: Tgid,
+    /// Rows that are in both, and count once: the same trace twice, as its dump and a conversion of it. None: two traces.
+    pub shared: u64,
+}
+
+impl fmt::Display for Overlap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Overlap { paths, process, shared } = self;
+        let [one, other] = paths.each_ref().map(|path| sanitize(path.as_os_str().as_encoded_bytes()));
+        match shared {
+            0 => write!(
+                f,
+                "{one} and {other} are two traces of process {process} at the same time: its memory counts twice; \
+                 name one of them"
+            ),
+            _ if one == other => write!(f, "{one} was named twice and counts once"),
+            rows => write!(
+                f,
+                "{one} and {other} have {} in common, which count once",
+                units::count_of(*rows, "row")
+            ),
+        }
+    }
+}
+
 /// A row, and where it is from.
 #[derive(Debug, Clone, PartialEq)]
 pub struct NumberedRow {
@@ -185,6 +222,7 @@ pub(super) trait Source: Send {
 pub struct Rows {
     files: Vec<PathBuf>,
     problems: Problems,
+    pairs: Pairs,
     batch: std::vec::IntoIter<NumberedRow>,
     batches: Receiver<Batch>,
     /// Reads; until it is known how that ended.
@@ -195,7 +233,11 @@ pub struct Rows {
 struct Batch {
     rows: Vec<NumberedRow>,
     problems: Vec<Problem>,
+    pairs: Pairs,
 }
+
+/// Of two files, lower index first, the process that they overlap in, and rows that they have in common.
+type Pairs = BTreeMap<(usize, usize), (Tgid, u64)>;
 
 /// Opens dumps to be read as one. A directory stands for all dumps in it.
 pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>, options: Options) -> Result<Rows, ReadError> {
@@ -237,6 +279,7 @@ pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>, options: Options
     Ok(Rows {
         files,
         problems: Problems::default(),
+        pairs: Pairs::new(),
         batch: Vec::new().into_iter(),
         batches,
         thread: Some(thread),
@@ -253,6 +296,17 @@ impl Rows {
     /// were.
     pub fn problems(&self) -> &Problems {
         &self.problems
+    }
+
+    /// Files that are not independent of each other, as far as rows have been read.
+    pub fn overlaps(&self) -> Vec<Overlap> {
+        let path = |file: usize| self.files.get(file).cloned().unwrap_or_default();
+        let overlap = |(&(one, other), &(process, shared))| Overlap {
+            paths: [path(one), path(other)],
+            process,
+            shared,
+        };
+        self.pairs.iter().map(overlap).collect()
     }
 }
 
@@ -271,6 +325,9 @@ impl Iterator for Rows {
                 return None;
             };
             batch.problems.into_iter().for_each(|problem| self.problems.add(problem));
+            for (pair, (process, shared)) in batch.pairs {
+                self.pairs.entry(pair).or_insert((process, 0)).1 += shared;
+            }
             self.batch = batch.rows.into_iter();
         }
     }
@@ -330,7 +387,8 @@ fn merge(mut sources: Vec<Box<dyn Source>>, sender: &SyncSender<Batch>) {
     let mut next: BinaryHeap<Reverse<(Keyed, usize)>> = BinaryHeap::new();
     let mut pending: Vec<usize> = (0..sources.len()).collect();
     let mut continuity = Continuity::default();
-    let mut shared = SharedRows::default();
+    let mut moment = Moment::default();
+    let mut takes = Takes::default();
     let mut pull = |index: usize, batch: &mut Batch| -> Option<Keyed> {
         let source = sources.get_mut(index)?;
         loop {
@@ -346,8 +404,16 @@ fn merge(mut sources: Vec<Box<dyn Source>>, sender: &SyncSender<Batch>) {
         }
         let Some(Reverse((Keyed { key, mut parsed }, file))) = next.pop() else { break };
         pending.push(file);
-        if shared.is_repeated(&key, file, &parsed.row) {
+        let at_once = next.peek().is_some_and(|Reverse((other, _))| other.key.time == key.time);
+        if let Some(owner) = moment.owner(key.time, at_once, file, &parsed.row) {
+            // What concerns a process as a whole is in the file of each of its devices.
+            if parsed.row.place().is_some() {
+                note(&mut batch.pairs, [owner, file], parsed.row.tgid, 1);
+            }
             continue;
+        }
+        if let Some(before) = takes.returns(file, &parsed.row) {
+            note(&mut batch.pairs, [before, file], parsed.row.tgid, 0);
         }
         continuity.apply(&mut parsed);
         let Parsed { id, row, negative_size, .. } = parsed;
@@ -360,24 +426,101 @@ fn merge(mut sources: Vec<Box<dyn Source>>, sender: &SyncSender<Batch>) {
     let _ = sender.send(batch);
 }
 
-/// Rows without a device are in every file of their process; one of them is enough.
-#[derive(Default)]
-struct SharedRows {
-    at: (u64, u64),
-    seen: Vec<(Tgid, usize)>,
+fn note(pairs: &mut Pairs, [one, other]: [usize; 2], process: Tgid, rows: u64) {
+    pairs.entry((one.min(other), one.max(other))).or_insert((process, 0)).1 += rows;
 }
 
-impl SharedRows {
-    fn is_repeated(&mut self, key: &Key, file: usize, row: &Row) -> bool {
-        if row.place().is_some() {
-            return false;
+/// Who does what to what. Of one moment, two such rows in two files are the same row: rows without a device are in every
+/// file of their process, and files may be copies of each other in whole or in part, numbered differently.
+#[derive(PartialEq, Eq, Hash)]
+struct Identity {
+    tgid: Tgid,
+    tid: Tid,
+    place: Option<Place>,
+    fact: (Discriminant<Fact>, Option<Discriminant<EventKind>>),
+    ptr: Option<DevicePtr>,
+    text: Option<Name>,
+}
+
+impl Identity {
+    fn of(row: &Row) -> Self {
+        let kind = match &row.fact {
+            Fact::Event(kind) => Some(kind),
+            _ => None,
+        };
+        let (ptr, text) = match (&row.fact, kind) {
+            (Fact::OpBegin { name, .. } | Fact::OpEnd { name, .. }, _) => (None, Some(name)),
+            (Fact::NeverFreed { ptr, .. }, _) => (Some(*ptr), None),
+            (_, Some(EventKind::Alloc(alloc))) => (Some(alloc.ptr), None),
+            (_, Some(EventKind::Free(free))) => (Some(free.ptr), None),
+            (_, Some(EventKind::Access(access))) => (Some(access.ptr), access.op.as_ref()),
+            (_, Some(EventKind::Op { name })) => (None, Some(name)),
+            (_, Some(EventKind::Launch { name, .. })) => (None, name.as_ref()),
+            (_, Some(EventKind::Mark { text, .. } | EventKind::RangeBegin { text, .. })) => {
+                (None, Some(text))
+            }
+            _ => (None, None),
+        };
+        Identity {
+            tgid: row.tgid,
+            tid: row.tid,
+            place: row.place(),
+            fact: (discriminant(&row.fact), kind.map(discriminant)),
+            ptr,
+            text: text.cloned(),
         }
-        if self.at != (key.time, key.id) {
-            self.at = (key.time, key.id);
-            self.seen.clear();
+    }
+}
+
+/// The rows of one moment, and the file that has each.
+#[derive(Default)]
+struct Moment {
+    time: u64,
+    owners: FxHashMap<Identity, usize>,
+}
+
+impl Moment {
+    /// The file that has said this before, if it is another one. `at_once`: the next row is of the same moment.
+    fn owner(&mut self, time: u64, at_once: bool, file: usize, row: &Row) -> Option<usize> {
+        if self.time != time {
+            self.time = time;
+            self.owners.clear();
         }
-        let repeated = self.seen.iter().any(|(tgid, from)| *tgid == row.tgid && *from != file);
-        self.seen.push((row.tgid, file));
-        repeated
+        if !at_once && self.owners.is_empty() {
+            return None;
+        }
+        let identity = Identity::of(row);
+        if self.owners.len() >= MOMENT_MOST {
+            return self.owners.get(&identity).copied().filter(|owner| *owner != file);
+        }
+        let owner = *self.owners.entry(identity).or_insert(file);
+        (owner != file).then_some(owner)
+    }
+}
+
+/// Which files tell of a place of a process, in turn. One trace has one file for it, and the next trace begins when that
+/// has ended.
+#[derive(Default)]
+struct Takes {
+    places: FxHashMap<(Tgid, Place), Vec<usize>>,
+}
+
+impl Takes {
+    /// The file that told before, where this one has told even earlier.
+    fn returns(&mut self, file: usize, row: &Row) -> Option<usize> {
+        let told = self.places.entry((row.tgid, row.place()?)).or_default();
+        match told.iter().position(|known| *known == file) {
+            Some(at) if at + 1 == told.len() => None,
+            Some(at) => {
+                let before = told.last().copied();
+                told.remove(at);
+                told.push(file);
+                before
+            }
+            None => {
+                told.push(file);
+                None
+            }
+        }
     }
 }

@@ -57,7 +57,20 @@ pub fn sum(sizes: impl IntoIterator<Item = u64>) -> u64 {
 
 /// `1 block`, `5 blocks`.
 pub fn blocks(number: u64) -> String {
-    if number == 1 { "1 block".to_owned() } else { format!("{} blocks", count(number)) }
+    count_of(number, "block")
+}
+
+/// A number of things, by the word for one of them: `1 row`, `2,030 rows`, `2 libraries`.
+pub fn count_of(number: u64, thing: &str) -> String {
+    let ending = match number {
+        1 => return format!("1 {thing}"),
+        _ if ["s", "x", "ch", "sh"].iter().any(|end| thing.ends_with(end)) => "es",
+        _ => "s",
+    };
+    match thing.strip_suffix('y').filter(|stem| !stem.ends_with(['a', 'e', 'o', 'u'])) {
+        Some(stem) => format!("{} {stem}ies", count(number)),
+        None => format!("{} {thing}{ending}", count(number)),
+    }
 }
 
 /// A line of the program, the file with its directory: `project/train.py:92 in main`.
@@ -110,6 +123,21 @@ mod tests {
         }
         assert_eq!(growth(-3 << 20), "-3.00 MiB");
         assert_eq!(growth(i64::MIN), "-8.00 EiB");
+    }
+
+    #[test]
+    fn things_are_one_or_several() {
+        for (number, thing, text) in [
+            (0, "mark", "0 marks"),
+            (1, "row", "1 row"),
+            (2_030, "row", "2,030 rows"),
+            (2, "library", "2 libraries"),
+            (1, "library", "1 library"),
+            (3, "process", "3 processes"),
+            (3, "day", "3 days"),
+        ] {
+            assert_eq!(count_of(number, thing), text);
+        }
     }
 
     #[test]
