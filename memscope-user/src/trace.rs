@@ -34,8 +34,11 @@ use crate::{
         Alloc, Change, DeviceId, Event, EventKind, Ledger, Name, Nanos, Pool, StepRule, StepsFrom, Tgid, Tid,
     },
     probes::catalogue::{CATALOGUE, Class, is_ascend_library},
-    report::document::{
-        Document, Dump, Events, NativeStackFacts, Site, StackFacts, Target as TargetFacts, Timing, Trace,
+    report::{
+        document::{
+            Document, Dump, Events, NativeStackFacts, Site, StackFacts, Target as TargetFacts, Timing, Trace,
+        },
+        units,
     },
     stacks::{Found, Interpreter, Natives, Origins, Reason},
 };
@@ -506,7 +509,11 @@ impl Session<'_> {
         }
         let missing =
             self.attacher.sites().iter().filter(|s| s.scope == target.scope && s.failure().is_some()).count();
-        let mut sites = format!("{} sites in {} libraries", attached.reached, attached.libraries);
+        let mut sites = format!(
+            "{} in {}",
+            units::count_of(attached.reached as u64, "site"),
+            units::count_of(attached.libraries as u64, "library")
+        );
         if missing > 0 {
             sites.push_str(&format!(", {missing} not found (memscope-trace probes -p {tgid})"));
         }
@@ -772,10 +779,11 @@ impl Session<'_> {
                 .files
                 .iter()
                 .find_map(|file| file.failure.as_ref())
-                .map(|why| format!("{why}; {missing} rows are missing"))
+                .map(|why| format!("{why}; missing: {}", units::count_of(missing, "row")))
                 .or_else(|| {
                     (summary.dropped_rows > 0).then(|| {
-                        format!("{} rows were dropped: the disk could not keep up", summary.dropped_rows)
+                        let dropped = units::were(summary.dropped_rows, "row");
+                        format!("{dropped} dropped: the disk could not keep up")
                     })
                 })
                 .or_else(|| summary.crashed.then(|| "the writer failed".to_owned()))
@@ -815,15 +823,16 @@ impl Session<'_> {
         }
         if lost_total > 0 {
             self.notes.push(format!(
-                "{lost_total} events were lost: figures are a lower bound, and a block whose free was lost looks \
+                "{} lost: figures are a lower bound, and a block whose free was lost looks \
                  leaked; a larger --ring-size (now {} bytes) helps, or fewer events: --level op, --events none",
+                units::were(lost_total, "event"),
                 self.config.ring_bytes
             ));
         }
         if self.decoder.malformed > 0 {
             self.notes.push(format!(
-                "{} records could not be decoded: a fault of the tracer",
-                self.decoder.malformed
+                "{} could not be decoded: a fault of the tracer",
+                units::count_of(self.decoder.malformed, "record")
             ));
         }
         for tgid in &self.order {
@@ -873,6 +882,7 @@ impl Session<'_> {
             })
             .collect();
         let trace = Trace {
+            offline: false,
             targets,
             sites,
             events: Events { received, lost: lost_total },

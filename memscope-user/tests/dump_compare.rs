@@ -86,26 +86,30 @@ fn the_table_is_written_as_msmemscope_does() {
     assert_eq!(text.lines().last(), Some("OP_LAUNCH,\"'=1+1\",0,0,0,0"));
 }
 
-/// Rows of process 1, by what they say: `step`, `end`, `op NAME`, `+POOL PTR SIZE`, `-POOL PTR`. All on device 0.
+/// Rows of process 1, by what they say: `step`, `end`, `op NAME`, `+POOL PTR SIZE [LINE]`, `-POOL PTR`, `finished`. All on
+/// device 0.
 fn dump(rows: &[String]) -> tempfile::TempDir {
     let dir = tempfile::tempdir().expect("a directory");
     let header = fs::read_to_string(fixture("leaks_in.csv")).expect("there");
     let mut text = format!("{}\n", header.lines().next().expect("a header"));
     for (id, row) in rows.iter().enumerate() {
         let words: Vec<&str> = row.split(' ').collect();
+        let line =
+            words.get(3).map_or_else(String::new, |line| format!("\"/src/job/train.py({line}): main\""));
         let (what, name, ptr, attr) = match words.as_slice() {
+            ["finished"] => ("SYSTEM,ACL_FINI".to_owned(), "N/A", "N/A", String::new()),
             ["step"] => ("MSTX,Range_start".to_owned(), "\"step start\"", "N/A", "{range:1}".to_owned()),
             ["end"] => {
                 ("MSTX,Range_end".to_owned(), "\"Range end from id 1\"", "N/A", "{range:1}".to_owned())
             }
             ["op", name] => ("OP_LAUNCH,ATEN_START".to_owned(), *name, "N/A", String::new()),
-            [pool, ptr, size] => {
+            [pool, ptr, size] | [pool, ptr, size, _] => {
                 (format!("MALLOC,{}", &pool[1..]), "N/A", *ptr, format!("{{size:{size},owner:PTA@label}}"))
             }
             [pool, ptr] => (format!("FREE,{}", &pool[1..]), "N/A", *ptr, String::new()),
             other => panic!("{other:?}"),
         };
-        text += &format!("{id},{what},{name},{id},1,1,0,{ptr},\"{attr}\",,\n");
+        text += &format!("{id},{what},{name},{id},1,1,0,{ptr},\"{attr}\",{line},\n");
     }
     fs::write(dir.path().join("memscope_dump_1.csv"), text).expect("room");
     dir
@@ -213,6 +217,68 @@ fn verdicts_say_what_it_is() {
         difference(&profile(&before), &profile(&after)).verdict.to_string(),
         "+3.99 KiB in the second dump against the first: 2 blocks from x, never freed; peak +4.00 KiB"
     );
+}
+
+fn whole(text: &str) -> Profile {
+    profiles(dump(&rows(text)).path(), [Some(Side::Whole), None]).remove(0)
+}
+
+/// What a program frees when it has finished balances the books of each run, and hides what it kept until then.
+#[test]
+fn a_run_that_has_ended_is_compared_as_of_its_end() {
+    let base = "op add, +PTA 1 1000 10, +PTA 2 500 11, -PTA 2, op free, finished, -PTA 1";
+    let kept = "op add, +PTA 1 1000 10, +PTA 2 500 11, op mul, +PTA 3 4096 22, op add, +PTA 4 8192 22, -PTA 2, op free,
+        finished, -PTA 1, -PTA 3, -PTA 4";
+    let difference = difference(&whole(base), &whole(kept));
+    assert_eq!(
+        difference.verdict.to_string(),
+        "+12.0 KiB in the second dump against the first: 2 blocks at job/train.py:22 in main, never freed; peak +12.0 KiB"
+    );
+    let [memory] = difference.memories.as_slice() else { panic!("one memory, not {difference:?}") };
+    let lines: Vec<_> = memory
+        .lines
+        .iter()
+        .map(|of| (of.place.as_ref().and_then(|place| place.line), of.kept_diff, of.base.kept.blocks))
+        .collect();
+    assert_eq!(lines, [(Some(22), 12288, 0)], "lines of which both have the same are left out");
+    let places: Vec<_> =
+        memory.blocks.iter().map(|of| of.place.as_ref().and_then(|place| place.line)).collect();
+    assert_eq!(places, [Some(22), Some(22)]);
+    let text = memscope::report::compare::render(&difference);
+    assert!(
+        text.contains(
+            "\n  kept, by line of the program:\n    +12.0 KiB  PTA 2 blocks in the second dump only, at \
+             job/train.py:22 in main, never freed\n"
+        ),
+        "{text}"
+    );
+    // The other way round.
+    let text = memscope::report::compare::render(&memscope::analysis::compare::difference(
+        &whole(kept),
+        &whole(base),
+    ));
+    assert!(
+        text.starts_with("-12.0 KiB in the second dump against the first: 2 blocks less at job/train.py:22"),
+        "{text}"
+    );
+    assert!(text.contains("    -12.0 KiB  PTA 2 blocks in the first dump only"), "{text}");
+}
+
+/// Lines of an edited program are the same lines.
+#[test]
+fn lines_that_have_moved_are_the_same() {
+    let base = "op add, +PTA 1 1000 10, +PTA 2 500 11, +PTA 3 512 11";
+    let edited = "op add, +PTA 1 1000 12, +PTA 2 500 13, +PTA 3 512 13, +PTA 4 512 13";
+    let difference = difference(&whole(base), &whole(edited));
+    assert_eq!(
+        difference.verdict.to_string(),
+        "+512 B in the second dump against the first: 1 block from add at job/train.py:13 in main, never freed; peak +512 B"
+    );
+    assert_eq!(difference.memories[0].lines.len(), 1);
+    // A line more is a line more.
+    let more = "op add, +PTA 1 1000 10, +PTA 2 500 11, +PTA 3 512 11, +PTA 4 64 99";
+    let verdict = memscope::analysis::compare::difference(&whole(base), &whole(more)).verdict.to_string();
+    assert!(verdict.contains(": 1 block from add at job/train.py:99 in main"), "{verdict}");
 }
 
 #[test]

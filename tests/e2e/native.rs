@@ -218,7 +218,7 @@ fn losses_are_counted_to_the_last_record() -> Result<()> {
         report.0["sites"].as_array().into_iter().flatten().filter_map(|s| s["hits"].as_u64()).sum();
     assert_eq!(report.received() + report.lost(), hits);
     let said = report.0["notes"].as_array().into_iter().flatten().filter_map(Value::as_str);
-    let loss = format!("{} events were lost", report.lost());
+    let loss = format!("{} event", report.lost());
     assert!(
         report.lost() == 0 || said.clone().any(|note| note.starts_with(&loss)),
         "{:?}",

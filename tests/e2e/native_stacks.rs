@@ -246,7 +246,7 @@ fn leaks_are_named_by_native_functions() -> Result<()> {
             // Inlined where there is debug information to tell, and then without what is around it.
             let ours = |line: &&str| line.contains(" in allocate") || line.contains(" in native_workload::");
             assert!(leaks.iter().all(ours), "{leaks:#?}");
-            assert!(traced.stdout.contains("allocations have one (of pools those of 1.00 MiB and more)"));
+            assert!(traced.stdout.contains(" allocations (of pools those of 1.00 MiB and more)"));
             continue;
         }
         let report = traced.report()?;

@@ -13,7 +13,7 @@ use rustc_hash::FxHashMap;
 use serde::Serialize;
 
 use crate::model::{
-    AllocationId, Block, Change, DeviceId, DevicePtr, Event, EventKind, Ledger, Name, Pool, Tgid,
+    AllocationId, Block, Change, DeviceId, DevicePtr, Event, EventKind, Frame, Ledger, Name, Pool, Tgid,
 };
 
 use super::Analysis;
@@ -22,7 +22,7 @@ use phases::{Phases, Uses};
 /// Blocks listed of each device: the largest.
 const BLOCKS_LISTED: usize = 1000;
 
-/// Operators and labels told apart, of each device; the rest is one.
+/// Operators, labels and lines told apart, of each device; the rest is one.
 const NAMES_MAX: usize = 4096;
 
 /// What a block is for.
@@ -69,6 +69,8 @@ pub struct Share {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Decomposition {
     pub pid: Tgid,
+    /// Counts the processes under this number that used memory, from 1.
+    pub program: u32,
     pub device: Option<DeviceId>,
     pub live_bytes: u64,
     /// The most bytes of blocks at once, since attach.
@@ -79,6 +81,8 @@ pub struct Decomposition {
     /// By the ranges, and the functions of frameworks, that the program was in at allocation: from the outermost, joined
     /// with `@`.
     pub labels: Vec<NamedShare>,
+    /// By the line of the program.
+    pub lines: Vec<LineShare>,
     /// The largest live blocks.
     pub blocks: Vec<ClassifiedBlock>,
 }
@@ -102,6 +106,15 @@ pub struct NamedShare {
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct LineShare {
+    pub pool: Pool,
+    /// `None`: not known.
+    pub place: Option<Frame>,
+    #[serde(flatten)]
+    pub share: Share,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ClassifiedBlock {
     pub allocation_id: AllocationId,
     pub pool: Pool,
@@ -110,6 +123,7 @@ pub struct ClassifiedBlock {
     pub class: Class,
     pub op: Option<Name>,
     pub label: Option<Name>,
+    pub place: Option<Frame>,
 }
 
 #[derive(Debug, Default)]
@@ -150,12 +164,18 @@ struct Device {
     gone: Shares,
 }
 
-/// Bytes by class, operator and label.
-#[derive(Debug, Default)]
+/// Bytes by class, operator, label and line.
+#[derive(Debug, Default, Clone)]
 struct Shares {
     classes: FxHashMap<(Pool, Class), Share>,
     operators: FxHashMap<(Pool, Option<Name>), Share>,
     labels: FxHashMap<(Pool, Option<Name>), Share>,
+    lines: FxHashMap<(Pool, Option<Frame>), Share>,
+}
+
+/// The line of the program that allocated a block.
+fn place(block: &Block) -> Option<&Frame> {
+    block.stack.as_ref()?.place()
 }
 
 impl Shares {
@@ -166,12 +186,15 @@ impl Shares {
             let name = if shares.len() < NAMES_MAX { name.clone() } else { None };
             add(shares.entry((pool, name)).or_default());
         }
+        let place = if self.lines.len() < NAMES_MAX { place(block).cloned() } else { None };
+        add(self.lines.entry((pool, place)).or_default());
     }
 
     fn clear(&mut self) {
         self.classes.clear();
         self.operators.clear();
         self.labels.clear();
+        self.lines.clear();
     }
 }
 
@@ -233,10 +256,12 @@ impl Decompose {
         else {
             return Vec::new();
         };
-        match &process.finished {
+        let mut devices = match &process.finished {
             Some(finished) => finished.clone(),
             None => process.decompose(known.tgid, known.blocks()),
-        }
+        };
+        devices.iter_mut().for_each(|of| of.program = ledger.program(position));
+        devices
     }
 }
 
@@ -274,7 +299,7 @@ impl Process {
     }
 
     fn decompose<'a>(&self, pid: Tgid, live: impl Iterator<Item = &'a Block>) -> Vec<Decomposition> {
-        let mut shares: Vec<Shares> = self.devices.iter().map(|device| device.gone.copy()).collect();
+        let mut shares: Vec<Shares> = self.devices.iter().map(|device| device.gone.clone()).collect();
         let mut blocks: Vec<Vec<ClassifiedBlock>> = self.devices.iter().map(|_| Vec::new()).collect();
         for block in live {
             let Some(held) = self.blocks.get(&block.id) else { continue };
@@ -294,6 +319,7 @@ impl Process {
                 class: held.class(block.pool),
                 op: block.op.clone(),
                 label: held.label.clone(),
+                place: place(block).cloned(),
             });
         }
         self.devices
@@ -312,12 +338,14 @@ impl Process {
                 };
                 Decomposition {
                     pid,
+                    program: 1,
                     device: device.device,
                     live_bytes: device.live,
                     peak_bytes: device.peak,
                     classes: classes.into_iter().map(class_share).collect(),
                     operators: named(shares.operators),
                     labels: named(shares.labels),
+                    lines: lines(shares.lines),
                     blocks,
                 }
             })
@@ -325,25 +353,22 @@ impl Process {
     }
 }
 
-impl Shares {
-    fn copy(&self) -> Shares {
-        Shares {
-            classes: self.classes.clone(),
-            operators: self.operators.clone(),
-            labels: self.labels.clone(),
-        }
-    }
+fn named(shares: FxHashMap<(Pool, Option<Name>), Share>) -> Vec<NamedShare> {
+    sorted(shares).map(|((pool, name), share)| NamedShare { pool, name, share }).collect()
+}
+
+fn lines(shares: FxHashMap<(Pool, Option<Frame>), Share>) -> Vec<LineShare> {
+    sorted(shares).map(|((pool, place), share)| LineShare { pool, place, share }).collect()
 }
 
 /// Most bytes first.
-fn named(shares: FxHashMap<(Pool, Option<Name>), Share>) -> Vec<NamedShare> {
-    let mut named: Vec<NamedShare> =
-        shares.into_iter().map(|((pool, name), share)| NamedShare { pool, name, share }).collect();
-    named.sort_by(|a, b| {
-        let bytes = |of: &NamedShare| of.share.live_bytes.max(of.share.peak_bytes);
-        bytes(b).cmp(&bytes(a)).then_with(|| (a.pool, &a.name).cmp(&(b.pool, &b.name)))
+fn sorted<K: Ord>(shares: FxHashMap<K, Share>) -> impl Iterator<Item = (K, Share)> {
+    let mut shares: Vec<(K, Share)> = shares.into_iter().collect();
+    shares.sort_by(|(a, of_a), (b, of_b)| {
+        let bytes = |of: &Share| of.live_bytes.max(of.peak_bytes);
+        bytes(of_b).cmp(&bytes(of_a)).then_with(|| a.cmp(b))
     });
-    named
+    shares.into_iter()
 }
 
 #[cfg(test)]

@@ -12,8 +12,8 @@
 //! DrGPUM's (see [`Rules::Drgpum`]) are of distances alone, in operators, and there are more of them: memory that nothing
 //! ever accesses, that could have been a block's that was done with, that is initialised twice, that is never freed.
 //!
-//! A finding says for how many operators how many bytes were wasted. Findings of one pattern around one operator are a
-//! group: what one change of the program would repair. A finding and a group say what the peak of their pool would have
+//! A finding says for how many operators how many bytes were wasted. Findings of one pattern at one line of the
+//! program and around one operator are a group: what one change of the program would repair. A finding and a group say what the peak of their pool would have
 //! been without them, which is exact (see `profile`).
 //!
 //! Nothing can be said where no accesses are seen, and nothing is said.
@@ -27,7 +27,8 @@ use serde::Serialize;
 use crate::dump::read::NumberedRow;
 use crate::dump::{Fact, Row};
 use crate::model::{
-    AllocationId, Change, DeviceId, DevicePtr, Event, EventKind, Ledger, Name, Nanos, Pool, Tgid, Tid,
+    AllocationId, Change, DeviceId, DevicePtr, Event, EventKind, Frame, Ledger, Name, Nanos, Pool, Stack,
+    Tgid, Tid,
 };
 
 use super::Analysis;
@@ -146,6 +147,8 @@ pub struct Finding {
     pub size: u64,
     /// The operator around which it was allocated.
     pub op: Option<Name>,
+    /// The line of the program that allocated it, where that is known.
+    pub place: Option<Frame>,
     /// Early: its allocation and first access. Late: last access and free. Idle: two accesses. Unused and redundant:
     /// the time for which it was not needed. Dead write: the two writes. Leak: last access and end.
     pub from: Moment,
@@ -206,11 +209,12 @@ pub struct PoolReport {
     pub groups: Vec<Group>,
 }
 
-/// Findings of one pattern around one operator.
+/// Findings of one pattern at one line of the program, around one operator.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Group {
     pub pattern: Pattern,
     pub op: Option<Name>,
+    pub place: Option<Frame>,
     pub findings: u64,
     /// Bytes of the largest.
     pub largest: u64,
@@ -259,6 +263,7 @@ impl Inefficient {
                         id: row.allocation_id,
                         ptr: alloc.ptr,
                         size: alloc.size,
+                        place: place(alloc.stack.as_deref()),
                     };
                     self.process(tgid, time).alloc(allocation, tid);
                 }
@@ -338,7 +343,8 @@ impl Analysis for Inefficient {
                     return;
                 };
                 let (pool, device, ptr, size) = (block.pool, block.device, block.ptr, block.size);
-                let allocation = Allocation { pool, device, id: Some(block.id), ptr, size };
+                let (id, place) = (Some(block.id), place(block.stack.as_deref()));
+                let allocation = Allocation { pool, device, id, ptr, size, place };
                 self.process(*tgid, *time).alloc(allocation, *tid);
             }
             // The same block in other words.
@@ -364,6 +370,11 @@ impl Analysis for Inefficient {
             _ => self.observe_common(kind, *tgid, *tid, *time, None, found),
         }
     }
+}
+
+/// The line of the program.
+fn place(stack: Option<&Stack>) -> Option<Frame> {
+    stack?.place().cloned()
 }
 
 /// Host memory is on no device, whatever the thread's.

@@ -13,6 +13,7 @@ use serde::Serialize;
 use crate::dump::read::NumberedRow;
 use crate::dump::{Fact, Place, Row};
 use crate::model::{DeviceId, DevicePtr, EventKind, Name, Nanos, Pool, Tgid, Tid};
+use crate::report::document::StackOf;
 
 #[derive(Debug, Clone)]
 pub struct Config {
@@ -37,6 +38,8 @@ pub struct DeviceReport {
     pub device: Place,
     /// Marks of the text that count for the device.
     pub marks: usize,
+    /// Ranges of the text in the process. They are no marks.
+    pub ranges: usize,
     /// Marks A, B and C; `None` when there are too few.
     pub between: Option<[MarkAt; 3]>,
     /// Blocks that were allocated between A and B and not freed before C, in order of allocation.
@@ -61,6 +64,8 @@ pub struct Leak {
     pub size: u64,
     /// The operator in progress on the thread, else the last one before.
     pub op: Option<Name>,
+    #[serde(flatten)]
+    pub stack: StackOf,
     pub tid: Tid,
     pub timestamp_ns: Nanos,
 }
@@ -78,6 +83,7 @@ struct Process {
     /// The device whose mark was the first: its marks stand for the process.
     marking: Option<Option<DeviceId>>,
     marks: Marks,
+    ranges: usize,
     places: BTreeMap<Place, Watch>,
     ops: FxHashMap<Tid, Name>,
 }
@@ -136,7 +142,7 @@ impl OfflineLeaks {
 
     pub fn observe(&mut self, numbered: &NumberedRow) {
         let row = &numbered.row;
-        let Process { marking, marks, places, ops } = self.processes.entry(row.tgid).or_default();
+        let Process { marking, marks, ranges, places, ops } = self.processes.entry(row.tgid).or_default();
         match &row.fact {
             Fact::OpBegin { name, .. } | Fact::Event(EventKind::Op { name }) => {
                 ops.insert(row.tid, name.clone());
@@ -151,6 +157,7 @@ impl OfflineLeaks {
                     watch.own_marks.observe(at, self.config.start_index);
                 }
             }
+            Fact::Event(EventKind::RangeBegin { text, .. }) if **text == *self.config.mark => *ranges += 1,
             Fact::Event(EventKind::Alloc(alloc)) => {
                 let (Some(place), true) =
                     (row.place(), self.config.pool.is_none_or(|pool| pool == alloc.pool))
@@ -164,6 +171,7 @@ impl OfflineLeaks {
                     ptr: alloc.ptr,
                     size: alloc.size,
                     op: ops.get(&row.tid).cloned(),
+                    stack: StackOf(alloc.stack.clone()),
                     tid: row.tid,
                     timestamp_ns: row.time,
                 };
@@ -215,7 +223,8 @@ impl OfflineLeaks {
                     None => Vec::new(),
                 };
                 leaks.sort_by_key(|leak| leak.id);
-                devices.push(DeviceReport { pid, device, marks: marks.seen, between, leaks });
+                let (marks, ranges) = (marks.seen, process.ranges);
+                devices.push(DeviceReport { pid, device, marks, ranges, between, leaks });
             }
         }
         Report { mark, start_index, devices }

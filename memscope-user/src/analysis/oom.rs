@@ -10,16 +10,20 @@ use std::cmp::Reverse;
 use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
+use serde::Serialize;
 
 use crate::model::{
-    AllocFailed, Block, Change, Count, DeviceId, Event, EventKind, FreeSpace, Ledger, Nanos, Pool, PoolUse,
-    Process, Stack, StepId, Tgid, Tid,
+    AllocFailed, Block, Change, Count, DeviceId, Event, EventKind, Frame, FreeSpace, Ledger, Name, Nanos,
+    Pool, PoolUse, Process, Stack, StepId, Tgid, Tid,
 };
 
 use super::Analysis;
 
 /// Out-of-memories that are kept, per process: the first ones. The others are counted.
 const KEPT: usize = 100;
+
+/// Holders listed with each.
+const HOLDERS_LISTED: usize = 20;
 
 /// Live blocks listed with each, of the largest and of the latest, unless it is said otherwise.
 pub const LISTED: usize = 10;
@@ -40,7 +44,7 @@ pub struct Oom {
     pub first: Nanos,
     pub last: Nanos,
     pub step: StepId,
-    pub op: Option<crate::model::Name>,
+    pub op: Option<Name>,
     /// Where in the program it was asked for, where that is known.
     pub stack: Option<Arc<Stack>>,
     pub attempts: u32,
@@ -48,12 +52,38 @@ pub struct Oom {
     pub recovered: bool,
     /// The device's pools at the last attempt.
     pub pools: Vec<(Pool, PoolUse)>,
+    /// Who held the memory at the last attempt, most bytes first.
+    pub holders: Vec<Holder>,
+    /// Those that are not listed.
+    pub other_holders: OtherHolders,
     /// Largest blocks at the last attempt, largest first. Segments are left out: their blocks are there.
     pub largest: Vec<Block>,
     /// The blocks allocated last, latest first.
     pub latest: Vec<Block>,
     /// What was free within the segments of pools.
     pub free: Vec<(Pool, FreeSpace)>,
+}
+
+/// Live blocks of a pool that one line of the program has allocated; of those of which that is not known, the ones around
+/// one operator.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Holder {
+    pub pool: Pool,
+    pub place: Option<Frame>,
+    /// Where the place is not known.
+    pub op: Option<Name>,
+    #[serde(flatten)]
+    pub count: Count,
+    /// Bytes of the largest.
+    pub largest: u64,
+}
+
+/// Holders past those that are listed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct OtherHolders {
+    pub holders: u64,
+    #[serde(flatten)]
+    pub count: Count,
 }
 
 impl Oom {
@@ -168,6 +198,7 @@ impl OutOfMemory {
         self.open.insert(key, Open { at, request, size: failed.size });
         let Some(at) = at else { return };
         let before = failures.kept.get(at);
+        let (holders, other_holders) = holders(process, device);
         let oom = Oom {
             pool: failed.pool,
             device,
@@ -184,6 +215,8 @@ impl OutOfMemory {
             attempts: before.map_or(0, |oom| oom.attempts) + 1,
             recovered: false,
             pools: pools(process, device),
+            holders,
+            other_holders,
             largest: first(listed, process, device, |block| (Reverse(block.size), block.id)),
             latest: first(listed, process, device, |block| Reverse(block.id)),
             free: free(process, device),
@@ -208,15 +241,48 @@ fn pools(process: &Process, device: Option<DeviceId>) -> Vec<(Pool, PoolUse)> {
         .collect()
 }
 
-/// The first blocks in an order. Segments are left out: their blocks are there.
+/// Segments are left out: their blocks are there.
+fn blocks(process: &Process, device: Option<DeviceId>) -> impl Iterator<Item = &Block> {
+    process.blocks().filter(move |block| block.device == device && block.segment_of.is_none())
+}
+
+/// A pool, and the line of the program; where that is not known, the operator.
+type Held<'a> = (Pool, Result<&'a Frame, Option<&'a Name>>);
+
+fn holders(process: &Process, device: Option<DeviceId>) -> (Vec<Holder>, OtherHolders) {
+    let mut by_line: FxHashMap<Held<'_>, (Count, u64)> = FxHashMap::default();
+    for block in blocks(process, device) {
+        let place = block.stack.as_ref().and_then(|stack| stack.place()).ok_or(block.op.as_ref());
+        let (count, largest) = by_line.entry((block.pool, place)).or_default();
+        count.add(block.size);
+        *largest = block.size.max(*largest);
+    }
+    let mut all: Vec<_> = by_line.into_iter().collect();
+    all.sort_unstable_by_key(|(who, (count, _))| (Reverse(count.bytes), *who));
+    let mut others = OtherHolders::default();
+    for (_, (count, _)) in all.iter().skip(HOLDERS_LISTED) {
+        others.holders += 1;
+        others.count.blocks += count.blocks;
+        others.count.bytes = others.count.bytes.saturating_add(count.bytes);
+    }
+    let listed = all.into_iter().take(HOLDERS_LISTED).map(|((pool, place), (count, largest))| Holder {
+        pool,
+        place: place.ok().cloned(),
+        op: place.err().flatten().cloned(),
+        count,
+        largest,
+    });
+    (listed.collect(), others)
+}
+
+/// The first blocks in an order.
 fn first<K: Ord>(
     most: usize,
     process: &Process,
     device: Option<DeviceId>,
     order: impl Fn(&Block) -> K,
 ) -> Vec<Block> {
-    let mut blocks: Vec<&Block> =
-        process.blocks().filter(|block| block.device == device && block.segment_of.is_none()).collect();
+    let mut blocks: Vec<&Block> = blocks(process, device).collect();
     if blocks.len() > most {
         blocks.select_nth_unstable_by_key(most, |block| order(block));
         blocks.truncate(most);
@@ -235,7 +301,7 @@ mod tests {
     use super::*;
     use crate::analysis::Online;
     use crate::model::testing::{MAIN, MIB, Script};
-    use crate::model::{Alloc, DevicePtr, DriverAlloc, Module, PageType, StepRule};
+    use crate::model::{Alloc, DevicePtr, DriverAlloc, Module, Origin, PageType, StepRule, Whose};
 
     const WORKER: Tid = Tid(101);
 
@@ -289,6 +355,52 @@ mod tests {
         let mut expected = vec![(Pool::Pta, 5 * MIB), (Pool::Hal, 3 * MIB), (Pool::Pta, MIB)];
         expected.extend((6..=12).rev().map(|block| (Pool::Pta, block * 1024)));
         assert_eq!(largest, expected);
+    }
+
+    #[test]
+    fn who_holds_the_memory_is_a_line_of_the_program() {
+        let frame = |line| Frame { function: "main".into(), file: "train.py".into(), line: Some(line) };
+        let stack = |line| Stack::new(vec![(frame(line), Origin::User)], Whose::Own, false).map(Arc::new);
+        let mut script = Script::new();
+        script.op("aclnnMm").alloc_in(Pool::Pta, 0, 0x10, MIB, Some((MIB, 64 * MIB)));
+        for (n, line) in [7, 9, 7, 7].into_iter().enumerate() {
+            let mut alloc = script.events[1].clone();
+            let EventKind::Alloc(block) = &mut alloc.kind else { panic!("{alloc:?}") };
+            (block.ptr, block.size, block.stack) = (DevicePtr(0x1000 * (n as u64 + 1)), 2 * MIB, stack(line));
+            script.push(MAIN, alloc.kind);
+        }
+        script.fail(MAIN, 64 * MIB, 64 * MIB);
+        let online = fed(&script);
+        let oom = &online.oom.of(0)[0];
+        let held: Vec<_> = oom
+            .holders
+            .iter()
+            .map(|of| (of.place.as_ref().and_then(|place| place.line), of.op.as_deref(), of.count))
+            .collect();
+        let count = |blocks, mib| Count { blocks, bytes: mib * MIB };
+        assert_eq!(
+            held,
+            [
+                (Some(7), None, count(3, 6)),
+                (Some(9), None, count(1, 2)),
+                (None, Some("aclnnMm"), count(1, 1))
+            ]
+        );
+        assert_eq!(oom.other_holders, OtherHolders::default());
+    }
+
+    #[test]
+    fn many_holders_are_counted() {
+        let mut script = Script::new();
+        for n in 1..=HOLDERS_LISTED as u64 + 3 {
+            script.op(&format!("aclnn{n}")).alloc(0x10_0000 * n, 512 * n);
+        }
+        script.fail(MAIN, MIB, MIB);
+        let online = fed(&script);
+        let oom = &online.oom.of(0)[0];
+        assert_eq!((oom.holders.len(), oom.holders[0].count.bytes), (HOLDERS_LISTED, 512 * 23));
+        let count = Count { blocks: 3, bytes: 512 * (1 + 2 + 3) };
+        assert_eq!(oom.other_holders, OtherHolders { holders: 3, count });
     }
 
     #[test]

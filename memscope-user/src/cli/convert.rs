@@ -4,8 +4,17 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{Verdict, list::List, offline::each_row, output::print, trace::FormatWord};
-use crate::dump::{Caller, Config, StackStyle, Writer};
+use super::{
+    Verdict,
+    list::List,
+    offline::{each_row, shown},
+    output::print,
+    trace::FormatWord,
+};
+use crate::{
+    dump::{Caller, Config, StackStyle, Writer},
+    report::units,
+};
 
 #[derive(Debug, Args)]
 pub struct ConvertArgs {
@@ -34,7 +43,7 @@ pub(super) fn run(args: ConvertArgs) -> anyhow::Result<Verdict> {
     each_row(&[args.input], |numbered| writer.write(&numbered.row))?;
     let mut failed = None;
     for file in writer.finish() {
-        print(format_args!("{}: {} rows\n", file.path.display(), file.rows))?;
+        print(format_args!("{}: {}\n", shown(&file.path), units::count_of(file.rows, "row")))?;
         failed = failed.or(file.failure.map(|why| anyhow::anyhow!("{}: {why}", file.path.display())));
     }
     failed.map_or(Ok(Verdict::Fine), Err)

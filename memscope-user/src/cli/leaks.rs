@@ -32,10 +32,17 @@ pub struct LeaksArgs {
     #[arg(long, value_name = "TEXT", conflicts_with_all = ["step_mark", "steps_from"])]
     mstx_info: Option<String>,
     /// Which of these marks is A, from 0; B and C are the next two
-    #[arg(long, value_name = "N", default_value_t = 0, requires = "mstx_info")]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 0,
+        requires = "mstx_info",
+        help_heading = "With --mstx-info"
+    )]
     start_index: usize,
     /// Blocks of this pool only [HAL, PTA, PTA_WORKSPACE, ATB, MINDSPORE, HOST]
-    #[arg(long, value_name = "POOL", value_parser = pool, requires = "mstx_info")]
+    #[arg(long, value_name = "POOL", value_parser = pool, requires = "mstx_info",
+        help_heading = "With --mstx-info")]
     pool: Option<Pool>,
     #[command(flatten)]
     step: StepArgs,

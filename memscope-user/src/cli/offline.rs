@@ -8,7 +8,7 @@ use std::{
 use crate::{
     analysis::{Online, infer_steps::StepInference},
     dump::{
-        Row,
+        Fact, Row,
         read::{NumberedRow, Options, Rows, open},
     },
     model::{Event, EventKind, StepRule, StepsFrom, Tgid},
@@ -103,7 +103,11 @@ pub(super) fn each_row_and_step(
 
 /// The report of live tracing, of dumps.
 pub(super) fn document(paths: &[PathBuf], online: &mut Online) -> anyhow::Result<Document> {
+    let mut lost = 0u64;
     let read = each_row(paths, |numbered| {
+        if let Fact::Lost { events } = numbered.row.fact {
+            lost = lost.saturating_add(events);
+        }
         if let Some(event) = numbered.row.event() {
             online.feed(event, |_, _, _| {});
         }
@@ -113,8 +117,9 @@ pub(super) fn document(paths: &[PathBuf], online: &mut Online) -> anyhow::Result
     let reason =
         (read.unread > 0).then(|| format!("{} could not be read", units::count_of(read.unread, "row")));
     let trace = Trace {
-        events: Events { received: read.rows, lost: 0 },
-        dump: Some(Dump { path: shown.join(", "), complete: read.unread == 0, reason }),
+        offline: true,
+        events: Events { received: read.rows, lost },
+        dump: Some(Dump { path: shown.join(" "), complete: read.unread == 0, reason }),
         notes: read.notes,
         ..Trace::default()
     };

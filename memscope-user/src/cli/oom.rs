@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     analysis::{Online, oom::LISTED},
-    report::terminal::render_oom,
+    report::terminal::{OOM_BLOCKS_SHOWN, render_oom},
 };
 
 #[derive(Debug, Args)]
@@ -20,9 +20,9 @@ pub struct OomArgs {
     /// Dumps: files (csv, db), or directories that stand for all dumps in them
     #[arg(required = true, value_name = "DUMP")]
     dumps: Vec<PathBuf>,
-    /// List so many of the largest and of the latest blocks
-    #[arg(long, value_name = "N", default_value_t = LISTED as u16, value_parser = clap::value_parser!(u16).range(1..=1000))]
-    blocks: u16,
+    /// List so many of the largest and of the latest blocks [default: 3, with --json 10]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1000))]
+    blocks: Option<u16>,
     #[command(flatten)]
     step: StepArgs,
     /// As one JSON document: the report of live tracing
@@ -34,12 +34,12 @@ pub(super) fn run(args: OomArgs) -> anyhow::Result<Verdict> {
     let rule = args.step.rule();
     let mut online = Online::new(rule.clone(), false)
         .with_steps_from(&rule, args.step.source())
-        .with_oom_blocks(args.blocks.into());
+        .with_oom_blocks(args.blocks.map_or(LISTED, usize::from));
     let document = document(&args.dumps, &mut online)?;
     if args.json {
         print_report(&document)?;
     } else {
-        print(render_oom(&document, false))?;
+        print(render_oom(&document, false, args.blocks.map_or(OOM_BLOCKS_SHOWN, usize::from)))?;
     }
     Ok(Verdict::Fine)
 }

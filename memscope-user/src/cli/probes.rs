@@ -18,6 +18,7 @@ use crate::{
         elf::FirstInstruction,
         resolve::{ResolvedFile, Resolver},
     },
+    report::units,
     text::sanitize,
     trace::wanted_libraries,
 };
@@ -101,7 +102,11 @@ pub(super) fn run(args: ProbesArgs) -> anyhow::Result<Verdict> {
     }
     let attachable = rows.iter().filter(|row| row.offset.is_some() && row.reason.is_none()).count();
     let missing = rows.iter().filter(|row| row.offset.is_none()).count();
-    writeln!(out, "{attachable} sites would be attached, {missing} not found; nothing was attached")?;
+    writeln!(
+        out,
+        "{} would be attached, {missing} not found; nothing was attached",
+        units::count_of(attachable as u64, "site")
+    )?;
     print(out)?;
     Ok(Verdict::Fine)
 }

@@ -99,6 +99,15 @@ impl Ledger {
         self.index.get(&tgid).and_then(|index| self.processes.get(*index))
     }
 
+    /// The number of a process, by its position, among those under its id that used memory, from 1: a process that replaces
+    /// its program is another one. Dumps have no others.
+    pub fn program(&self, position: usize) -> u32 {
+        let tgid = self.processes.get(position).map(|process| process.tgid);
+        let before = self.processes.iter().take(position);
+        let used_memory = |process: &&Process| process.devices().iter().any(DeviceMemory::was_used);
+        1 + before.filter(|process| Some(process.tgid) == tgid).filter(used_memory).count() as u32
+    }
+
     /// Where [`Ledger::process`] is in [`Ledger::processes`].
     pub fn position(&self, tgid: Tgid) -> Option<usize> {
         self.index.get(&tgid).copied()
@@ -237,6 +246,11 @@ impl DeviceMemory {
 
     pub fn pool(&self, pool: Pool) -> &PoolUse {
         &self.pools[pool as usize]
+    }
+
+    /// Whether any pool had a block there.
+    pub fn was_used(&self) -> bool {
+        Pool::ALL.into_iter().any(|pool| self.pool(pool).was_used())
     }
 
     /// As it stands, or, when a reset has emptied it, as it stood before.

@@ -1,16 +1,20 @@
 //! Whose memory it is, as a tree: the driver's by module, then each pool with what it hands out.
 
+use std::collections::BTreeSet;
 use std::fmt::Write;
 
-use crate::analysis::decompose::{ClassShare, Decomposition, NamedShare, Share};
-use crate::model::Pool;
+use crate::analysis::decompose::{ClassShare, Decomposition, Share};
+use crate::model::{Frame, Name, Pool};
 
 use super::document::{Device, Document};
 use super::terminal::{Paint, device_name, line};
 use super::units;
 
-/// Operators and labels shown of each pool; the rest is added up.
+/// Lines, operators and labels shown of each pool; the rest is added up.
 const NAMES_SHOWN: usize = 8;
+
+/// Columns of the tree, where names are not longer.
+const WIDTH: usize = 32;
 
 /// Renders the trees alone.
 pub fn render(document: &Document, colour: bool) -> String {
@@ -23,11 +27,17 @@ pub fn render(document: &Document, colour: bool) -> String {
 }
 
 pub(super) fn write_trees(out: &mut String, document: &Document, paint: &Paint) {
-    let several = document.decomposition.iter().any(|of| of.pid != document.decomposition[0].pid);
+    let known: BTreeSet<_> = document.decomposition.iter().map(|of| (of.pid, of.program)).collect();
     for device in document.devices.iter().filter(|device| device.device.is_some()) {
-        let pools =
-            document.decomposition.iter().find(|of| of.pid == device.pid && of.device == device.device);
-        let process = if several { format!("process {} ", device.pid) } else { String::new() };
+        let pools = document
+            .decomposition
+            .iter()
+            .find(|of| (of.pid, of.program, of.device) == (device.pid, device.program, device.device));
+        let process = match known.iter().filter(|(pid, _)| *pid == device.pid).count() {
+            _ if known.len() < 2 => String::new(),
+            1 => format!("process {} ", device.pid),
+            _ => format!("process {} (program {}) ", device.pid, device.program),
+        };
         let heading =
             format!("Memory of {process}{}: now, and at the peak of its pools", device_name(device.device));
         line(out, &paint.heading(&heading));
@@ -71,9 +81,19 @@ fn write_pools(out: &mut String, device: &Device, of: &Decomposition) {
         for class in of.classes.iter().filter(|class| class.pool == pool) {
             line(out, &class_row(class));
         }
-        names(out, "by operator", pool, &of.operators, |name| format!("{pool}@ops@{name}"));
-        if of.labels.iter().any(|label| label.pool == pool && label.name.is_some()) {
-            names(out, "by range", pool, &of.labels, |name| format!("{pool}@{name}"));
+        if of.lines.iter().any(|line| line.pool == pool && line.place.is_some()) {
+            let name = |place: Option<&Frame>| place.map_or_else(|| "not known".to_owned(), units::place);
+            let lines = of.lines.iter().filter(|line| line.pool == pool);
+            names(out, "by line of the program", lines.map(|line| (name(line.place.as_ref()), &line.share)));
+        }
+        let named = |name: Option<&Name>, path: &str| {
+            name.map_or_else(|| "none".to_owned(), |name| format!("{pool}{path}{name}"))
+        };
+        let operators = of.operators.iter().filter(|operator| operator.pool == pool);
+        names(out, "by operator", operators.map(|of| (named(of.name.as_ref(), "@ops@"), &of.share)));
+        let labels = || of.labels.iter().filter(|label| label.pool == pool);
+        if labels().any(|label| label.name.is_some()) {
+            names(out, "by range", labels().map(|of| (named(of.name.as_ref(), "@"), &of.share)));
         }
     }
 }
@@ -83,24 +103,26 @@ fn class_row(class: &ClassShare) -> String {
     row(&format!("{}{inferred}", class.class.name()), 4, &class.share)
 }
 
-fn names(out: &mut String, heading: &str, pool: Pool, shares: &[NamedShare], path: impl Fn(&str) -> String) {
-    let shares: Vec<&NamedShare> = shares.iter().filter(|of| of.pool == pool).collect();
+/// The first of what is sorted by bytes.
+fn names<'a>(out: &mut String, heading: &str, shares: impl Iterator<Item = (String, &'a Share)>) {
+    let shares: Vec<(String, &Share)> = shares.collect();
     line(out, &format!("    {heading}"));
-    for of in shares.iter().take(NAMES_SHOWN) {
-        let name = of.name.as_deref().map_or_else(|| "none".to_owned(), &path);
-        line(out, &row(&name, 6, &of.share));
+    let shown = || shares.iter().take(NAMES_SHOWN);
+    let width = shown().map(|(name, _)| name.chars().count()).fold(WIDTH - 6, usize::max);
+    for (name, share) in shown() {
+        line(out, &row(&format!("{name:<width$}"), 6, share));
     }
     if let Some(more) = shares.get(NAMES_SHOWN..).filter(|more| !more.is_empty()) {
-        let sum = |part: fn(&Share) -> u64| units::sum(more.iter().map(|of| part(&of.share)));
+        let sum = |part: fn(&Share) -> u64| units::sum(more.iter().map(|(_, share)| part(share)));
         let share =
             Share { live_bytes: sum(|s| s.live_bytes), peak_bytes: sum(|s| s.peak_bytes), live_blocks: 0 };
-        line(out, &row(&format!("{} more", more.len()), 6, &share));
+        line(out, &row(&format!("{:<width$}", format!("{} more", more.len())), 6, &share));
     }
 }
 
 /// Bytes now and at the peak.
 fn row(name: &str, indent: usize, share: &Share) -> String {
-    let width = 32 - indent;
+    let width = WIDTH - indent;
     format!(
         "{:indent$}{name:<width$} {:>10} {:>10}",
         "",
@@ -111,10 +133,12 @@ fn row(name: &str, indent: usize, share: &Share) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
     use crate::analysis::Online;
     use crate::model::testing::{MIB, Script};
-    use crate::model::{Module, StepRule};
+    use crate::model::{EventKind, Module, Origin, Stack, StepRule, Whose};
     use crate::report::document::Trace;
 
     #[test]
@@ -122,6 +146,11 @@ mod tests {
         let mut script = Script::new();
         script.hal(0x1000, 3 * MIB, Module::RUNTIME).hal(0x4000_0000, 20 * MIB, Module::APP).op("aclnnMm");
         script.alloc_in(Pool::Pta, 0, 0x4000_0000, 5 * MIB, Some((5 * MIB, 20 * MIB)));
+        let frame = Frame { function: "main".into(), file: "/src/job/train.py".into(), line: Some(9) };
+        let stack = Stack::new(vec![(frame, Origin::User)], Whose::Own, false).map(Arc::new);
+        if let Some(EventKind::Alloc(alloc)) = script.events.last_mut().map(|event| &mut event.kind) {
+            alloc.stack = stack;
+        }
         script.alloc_in(Pool::Pta, 0, 0x4100_0000, 2 * MIB, Some((7 * MIB, 20 * MIB)));
         script.free_in(Pool::Pta, 0x4100_0000, Some((5 * MIB, 20 * MIB)));
         let mut online = Online::new(StepRule::default(), false).with_decompose();
@@ -137,6 +166,9 @@ Memory of device 0: now, and at the peak of its pools
   CANN@RUNTIME                     3.00 MiB
   PTA                              5.00 MiB   7.00 MiB  of 20.0 MiB reserved, 15.0 MiB unused
     unknown                        5.00 MiB   7.00 MiB
+    by line of the program
+      job/train.py:9 in main       5.00 MiB   5.00 MiB
+      not known                         0 B   2.00 MiB
     by operator
       PTA@ops@aclnnMm              5.00 MiB   7.00 MiB
 "

@@ -13,7 +13,7 @@ use crate::analysis::fluctuation::Extremes;
 use crate::analysis::growth::{Source, Trend};
 use crate::analysis::inefficient;
 use crate::analysis::leaks::{Late, LateGroup, Like, Pattern, Reason, Verdicts};
-use crate::analysis::oom::Oom;
+use crate::analysis::oom::{Holder, Oom, OtherHolders};
 use crate::analysis::reconcile::Reconciliation;
 use crate::model::{
     AllocationId, Basis, Block, Container, Count, DeviceId, DeviceMemory, DevicePtr, Ending, Frame,
@@ -33,6 +33,8 @@ pub struct Document {
     pub tool: Tool,
     /// Whether leaks were looked for: without, there are none in the document.
     pub leaks_analysed: bool,
+    /// Whether it is of dumps, and not of a live trace.
+    pub offline: bool,
     pub targets: Vec<Target>,
     pub sites: Vec<Site>,
     pub events: Events,
@@ -62,6 +64,8 @@ pub struct Timing {
 /// What the document says of the trace itself: all that is not in the ledger or the analyses.
 #[derive(Debug, Clone, Default)]
 pub struct Trace {
+    /// It was read from dumps.
+    pub offline: bool,
     pub targets: Vec<Target>,
     pub sites: Vec<Site>,
     pub events: Events,
@@ -184,6 +188,7 @@ pub struct Site {
 
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct Events {
+    /// Of dumps: rows.
     pub received: u64,
     pub lost: u64,
 }
@@ -200,6 +205,7 @@ pub struct Dump {
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct Step {
     pub pid: Tgid,
+    pub program: u32,
     pub step: StepId,
     pub begin_ns: Nanos,
     /// `None`: had not ended.
@@ -212,6 +218,8 @@ pub struct Step {
 #[derive(Debug, Clone, Serialize)]
 pub struct Device {
     pub pid: Tgid,
+    /// Counts the processes under this number that used memory, from 1.
+    pub program: u32,
     /// `None`: host memory, and what could not be placed.
     pub device: Option<DeviceId>,
     pub pools: Vec<PoolFacts>,
@@ -281,7 +289,7 @@ pub struct BlockFacts {
 /// Where in the program a block was allocated. Serialized as lists of frames, innermost first: `python`, `via` for the
 /// frames of the main thread where that waited for the thread that allocated, and `native`. They are empty where nothing
 /// is known. `native_cut`: further native frames are missing behind the last.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct StackOf(pub Option<Arc<Stack>>);
 
 impl StackOf {
@@ -401,6 +409,9 @@ pub struct OomFacts {
     pub attempts: u32,
     pub recovered: bool,
     pub pools: Vec<PoolFacts>,
+    /// Most bytes first.
+    pub holders: Vec<Holder>,
+    pub other_holders: OtherHolders,
     pub largest: Vec<BlockFacts>,
     /// Latest first.
     pub latest: Vec<BlockFacts>,
@@ -444,6 +455,8 @@ pub struct SegmentFacts {
 #[derive(Debug, Clone, Serialize)]
 pub struct ProcessFacts {
     pub pid: Tgid,
+    /// Counts the processes under this number that used memory, from 1.
+    pub program: u32,
     /// `exit`, `exec`, or `None` while it runs.
     pub ended: Option<&'static str>,
     /// It told CANN that it has finished: its blocks were judged at that moment.
@@ -495,6 +508,7 @@ impl Document {
         for (position, process) in online.ledger.processes().iter().enumerate() {
             steps.extend(process.steps().list().iter().map(|step| Step {
                 pid: process.tgid,
+                program: online.ledger.program(position),
                 step: step.id,
                 begin_ns: step.begin,
                 end_ns: step.end,
@@ -505,11 +519,12 @@ impl Document {
             let of = online.decompose.as_ref().map(|decompose| decompose.of(position, &online.ledger));
             decomposition.extend(of.unwrap_or_default());
         }
-        devices.sort_by_key(|device| (device.pid, device.device.is_none(), device.device));
+        devices.sort_by_key(|device| (device.pid, device.program, device.device.is_none(), device.device));
         Document {
             schema: SCHEMA,
             tool: Tool::this(),
             leaks_analysed: online.leaks.is_some(),
+            offline: trace.offline,
             targets: trace.targets,
             sites: trace.sites,
             events: trace.events,
@@ -532,11 +547,12 @@ fn process_devices(position: usize, process: &Process, online: &Online) -> Vec<D
         online.growth.as_ref().map(|growth| growth.trends(position, process)).unwrap_or_default();
     growth.retain(|trend| !is_leaking(trend, &verdicts));
     let ooms = online.oom.of(position);
+    let program = online.ledger.program(position);
     let mut devices: Vec<Device> = process
         .devices()
         .iter()
-        .filter(|memory| Pool::ALL.into_iter().any(|pool| memory.pool(pool).was_used()))
-        .map(|memory| device(memory, process, &mut verdicts))
+        .filter(|memory| memory.was_used())
+        .map(|memory| device(memory, process, program, &mut verdicts))
         .collect();
     for device in &mut devices {
         let growth = growth.extract_if(.., |trend| trend.source.device == device.device);
@@ -544,7 +560,7 @@ fn process_devices(position: usize, process: &Process, online: &Online) -> Vec<D
     }
     for oom in ooms {
         let at = devices.iter().position(|device| device.device == oom.device).unwrap_or_else(|| {
-            devices.push(empty_device(process, oom.device));
+            devices.push(empty_device(process, program, oom.device));
             devices.len() - 1
         });
         devices[at].oom.push(OomFacts::new(oom, process.tgid));
@@ -557,9 +573,10 @@ fn process_devices(position: usize, process: &Process, online: &Online) -> Vec<D
     devices
 }
 
-fn empty_device(process: &Process, device: Option<DeviceId>) -> Device {
+fn empty_device(process: &Process, program: u32, device: Option<DeviceId>) -> Device {
     Device {
         pid: process.tgid,
+        program,
         device,
         pools: Vec::new(),
         leaks: Vec::new(),
@@ -585,9 +602,9 @@ fn is_leaking(trend: &Trend, verdicts: &Verdicts) -> bool {
 }
 
 /// Takes what concerns this device out of the verdicts.
-fn device(memory: &DeviceMemory, process: &Process, verdicts: &mut Verdicts) -> Device {
+fn device(memory: &DeviceMemory, process: &Process, program: u32, verdicts: &mut Verdicts) -> Device {
     let pid = process.tgid;
-    let mut device = empty_device(process, memory.device);
+    let mut device = empty_device(process, program, memory.device);
     let memory = memory.while_used();
     device.pools = Pool::ALL
         .into_iter()
@@ -641,6 +658,7 @@ fn device(memory: &DeviceMemory, process: &Process, verdicts: &mut Verdicts) -> 
 fn process_facts(position: usize, process: &Process, online: &Online) -> ProcessFacts {
     ProcessFacts {
         pid: process.tgid,
+        program: online.ledger.program(position),
         ended: process.ended().map(|ending| match ending {
             Ending::Exit => "exit",
             Ending::Exec => "exec",
@@ -777,6 +795,8 @@ impl OomFacts {
             attempts: oom.attempts,
             recovered: oom.recovered,
             pools: oom.pools.iter().map(|(pool, facts)| PoolFacts::new(*pool, facts)).collect(),
+            holders: oom.holders.clone(),
+            other_holders: oom.other_holders,
             largest: oom.largest.iter().map(|block| BlockFacts::new(block, Pattern::Once, pid)).collect(),
             latest: oom.latest.iter().map(|block| BlockFacts::new(block, Pattern::Once, pid)).collect(),
             free: oom.free.iter().map(|(pool, space)| FreeFacts { pool: *pool, space: *space }).collect(),

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use crate::analysis::inefficient::{Finding, Group, Pattern, PoolReport, Report, Rules};
-use crate::model::{Name, Tgid};
+use crate::model::Tgid;
 
 use super::terminal::{Paint, capitalised, device_name, line};
 use super::units;
@@ -12,10 +12,16 @@ use super::units;
 const GROUPS_SHOWN: usize = 10;
 const EXAMPLES_SHOWN: usize = 1;
 
-/// Renders the report. `colour`: with ANSI sequences, for a terminal.
+/// Renders the report of a dump. `colour`: with ANSI sequences, for a terminal.
 pub fn render(report: &Report, colour: bool) -> String {
     let mut out = String::new();
     write_report(&mut out, report, &Paint { colour });
+    if report.pools.is_empty() {
+        line(
+            &mut out,
+            "Next: write a dump with uses of blocks in it: --analysis inefficient, or --events alloc,free,launch,access",
+        );
+    }
     out
 }
 
@@ -37,7 +43,7 @@ fn rules(report: &Report) -> String {
     let config = &report.config;
     let mut text = match config.rules {
         Rules::Memscope { idle } => {
-            format!("msMemScope (idle: more than {} calls between two uses)", units::count(idle))
+            format!("msMemScope (idle: more than {} between two uses)", units::count_of(idle, "call"))
         }
         Rules::Drgpum { early, late, idle } => format!(
             "DrGPUM (operators between: early {}, late {}, idle {} or more)",
@@ -58,9 +64,9 @@ fn write_pool(out: &mut String, pool: &PoolReport, process: &str, paint: &Paint)
         let _ = write!(text, "nothing found in {} with ", units::blocks(pool.blocks));
         let _ = write!(
             text,
-            "{} uses by {} operators",
-            units::count(pool.accesses),
-            units::count(pool.operators)
+            "{} by {}",
+            units::count_of(pool.accesses, "use"),
+            units::count_of(pool.operators, "operator")
         );
     } else {
         let _ = write!(text, "peak {}", units::bytes(pool.peak_bytes));
@@ -79,7 +85,11 @@ fn write_pool(out: &mut String, pool: &PoolReport, process: &str, paint: &Paint)
         let findings = units::sum(more.iter().map(|group| group.findings));
         line(
             out,
-            &format!("    and {} more in {} groups (--json lists them)", units::count(findings), more.len()),
+            &format!(
+                "    and {} more in {} (--json lists them)",
+                units::count(findings),
+                units::count_of(more.len() as u64, "group")
+            ),
         );
     }
 }
@@ -87,7 +97,7 @@ fn write_pool(out: &mut String, pool: &PoolReport, process: &str, paint: &Paint)
 fn write_group(out: &mut String, group: &Group, paint: &Paint) {
     let name = capitalised(&group.pattern.name().replace('_', " "));
     let mut text = format!("    {}", paint.heading(&name));
-    around(&mut text, group.op.as_ref());
+    around(&mut text, group);
     let times = if group.findings == 1 {
         "once".to_owned()
     } else {
@@ -155,9 +165,13 @@ fn example(finding: &Finding) -> String {
     text
 }
 
-fn around(text: &mut String, op: Option<&Name>) {
-    if let Some(op) = op {
+fn around(text: &mut String, group: &Group) {
+    if let Some(op) = &group.op {
         let _ = write!(text, " around {op}");
+    }
+    if let Some(place) = &group.place {
+        let comma = if group.op.is_some() { "," } else { "" };
+        let _ = write!(text, "{comma} at {}", units::place(place));
     }
 }
 
@@ -167,7 +181,7 @@ mod tests {
 
     use super::*;
     use crate::analysis::inefficient::{Config, Moment};
-    use crate::model::{AllocationId, DeviceId, DevicePtr, Nanos, Pool};
+    use crate::model::{AllocationId, DeviceId, DevicePtr, Frame, Nanos, Pool};
 
     const MIB: u64 = 1 << 20;
 
@@ -182,6 +196,7 @@ mod tests {
             ptr: DevicePtr(0xabc0),
             size,
             op: Some(Arc::from("aclnnMm")),
+            place: None,
             from,
             to,
             call_between,
@@ -196,6 +211,7 @@ mod tests {
         Group {
             pattern: example.pattern,
             op: example.op.clone(),
+            place: example.place.clone(),
             findings,
             largest: example.size,
             operators_min: if findings == 1 { example.operators } else { 1 },
@@ -227,13 +243,15 @@ mod tests {
     fn what_lowers_the_peak_is_said_first_with_its_numbers() {
         let late = finding(Pattern::LateDeallocation, 7 * MIB, [14, 3121], Some(18));
         let early = finding(Pattern::EarlyAllocation, 5 * MIB, [6, 8], Some(7));
-        let groups = vec![group(late, 3, 7 * MIB), group(early, 1, 0)];
+        let frame = Frame { function: "main".into(), file: "/src/job/train.py".into(), line: Some(9) };
+        let late = Group { place: Some(frame), ..group(late, 3, 7 * MIB) };
+        let groups = vec![late, group(early, 1, 0)];
         assert_eq!(
             render(&report(Rules::MEMSCOPE, groups), false),
             "\
 Inefficient memory, by the rules of msMemScope (idle: more than 3,000 calls between two uses)
   device 0 PTA: peak 64.0 MiB, 57.0 MiB without all that follows
-    Late deallocation around aclnnMm: 3 times, up to 7.00 MiB, 1 to 3,106 operators after the last use; \
+    Late deallocation around aclnnMm, at job/train.py:9 in main: 3 times, up to 7.00 MiB, 1 to 3,106 operators after the last use; \
 the peak would be 7.00 MiB less
       7.00 MiB at 0xabc0, allocation 6: last used in call 14, another block allocated in 18, freed in 3121
     Early allocation around aclnnMm: once, 5.00 MiB, 1 operator before the first use; the peak stays
@@ -279,7 +297,10 @@ the peak would be 7.00 MiB less
         report.pools.clear();
         let text = render(&report, true);
         assert!(text.contains("between two uses), blocks of 1.00 MiB or more\x1b[0m\n"), "{text}");
-        assert!(text.ends_with("nothing can be said\n"), "{text}");
+        assert!(
+            text.contains("nothing can be said\nNext: write a dump with uses of blocks in it: --"),
+            "{text}"
+        );
     }
 
     #[test]

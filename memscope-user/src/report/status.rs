@@ -28,7 +28,7 @@ pub fn line(online: &Online, events_per_second: f64, lost: u64) -> String {
             0 => parts.push("no step yet".to_owned()),
             step => parts.push(format!("step {step}")),
         },
-        several => parts.push(format!("{} processes", several.len())),
+        several => parts.push(units::count_of(several.len() as u64, "process")),
     }
     let memories = || {
         running.iter().flat_map(|(position, process)| {

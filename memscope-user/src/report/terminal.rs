@@ -8,8 +8,8 @@ use crate::analysis::leaks::size_class;
 use crate::model::{Count, DeviceId, Frame, Name, Pool, Stack, StepId, Tgid, Tid, Whose};
 
 use super::document::{
-    BlockFacts, Device, Document, FreeFacts, GrowthFacts, OomFacts, PoolFacts, ReconciliationFacts, StackOf,
-    WithoutStack,
+    BlockFacts, Device, Document, FreeFacts, GrowthFacts, LateFacts, OomFacts, PoolFacts,
+    ReconciliationFacts, StackOf, WithoutStack,
 };
 use super::{decompose, inefficient, units};
 
@@ -19,6 +19,11 @@ const CALLERS_SHOWN: usize = 4;
 const LATE_SHOWN: usize = 10;
 const NOT_JUDGED_SHOWN: usize = 5;
 const OOMS_SHOWN: usize = 5;
+const HOLDERS_SHOWN: usize = 8;
+
+/// Single blocks shown with each out-of-memory, unless it is said otherwise: who holds the memory is said before.
+pub const OOM_BLOCKS_SHOWN: usize = 3;
+
 const SITES_SHOWN: usize = 10;
 
 /// Confidence above which inferred steps need no warning.
@@ -26,8 +31,7 @@ const SURE: f64 = 0.75;
 
 /// Renders the report. `colour`: with ANSI sequences, for a terminal. `all_frames`: each leak's whole stack.
 pub fn render(document: &Document, colour: bool, all_frames: bool) -> String {
-    let processes: BTreeSet<Tgid> = document.devices.iter().map(|device| device.pid).collect();
-    let report = Report { document, several: processes.len() > 1, all_frames, paint: Paint { colour } };
+    let report = Report::new(document, colour, all_frames);
     let mut out = String::new();
     report.headline(&mut out);
     report.inferred_steps(&mut out);
@@ -49,11 +53,9 @@ pub fn render(document: &Document, colour: bool, all_frames: bool) -> String {
     out
 }
 
-/// Out-of-memories alone.
-pub fn render_oom(document: &Document, colour: bool) -> String {
-    let processes: BTreeSet<Tgid> = document.devices.iter().map(|device| device.pid).collect();
-    let report =
-        Report { document, several: processes.len() > 1, all_frames: false, paint: Paint { colour } };
+/// Out-of-memories alone, with so many of the largest and of the latest blocks.
+pub fn render_oom(document: &Document, colour: bool, blocks_shown: usize) -> String {
+    let report = Report { blocks_shown, ..Report::new(document, colour, false) };
     let mut out = String::new();
     report.out_of_memory(&mut out);
     if out.is_empty() {
@@ -64,10 +66,12 @@ pub fn render_oom(document: &Document, colour: bool) -> String {
 
 struct Report<'a> {
     document: &'a Document,
-    /// More than one process: each is named.
-    several: bool,
+    /// With devices, each with its programs. More than one process: each is named; more than one program: too.
+    processes: BTreeMap<Tgid, BTreeSet<u32>>,
     /// Stacks are shown whole.
     all_frames: bool,
+    /// Single blocks beside an out-of-memory.
+    blocks_shown: usize,
     paint: Paint,
 }
 
@@ -101,6 +105,17 @@ struct Group<'a> {
     bytes: u64,
 }
 
+impl<'a> Report<'a> {
+    fn new(document: &'a Document, colour: bool, all_frames: bool) -> Self {
+        let mut processes: BTreeMap<Tgid, BTreeSet<u32>> = BTreeMap::new();
+        for device in &document.devices {
+            processes.entry(device.pid).or_default().insert(device.program);
+        }
+        let (paint, blocks_shown) = (Paint { colour }, OOM_BLOCKS_SHOWN);
+        Report { document, processes, all_frames, blocks_shown, paint }
+    }
+}
+
 impl Report<'_> {
     fn headline(&self, out: &mut String) {
         let document = self.document;
@@ -118,6 +133,9 @@ impl Report<'_> {
             self.paint.alarm(&capitalised(&text))
         } else {
             match judged {
+                None if document.offline => {
+                    "Leaks not judged: the dump has no row of an allocation or a free.".to_owned()
+                }
                 None => "Leaks not judged: no device memory was allocated or freed.".to_owned(),
                 Some(_) if document.steps.is_empty() => "Leaks not judged: no step was seen.".to_owned(),
                 Some(0 | 1) => {
@@ -130,9 +148,9 @@ impl Report<'_> {
         };
         line(out, &text);
         if document.events.lost > 0 {
-            let lost = units::count(document.events.lost);
             let text = format!(
-                "{lost} events were lost: figures are a lower bound, and a block whose free was lost looks leaked."
+                "{} lost: figures are a lower bound, and a block whose free was lost looks leaked.",
+                units::were(document.events.lost, "event")
             );
             line(out, &self.paint.alarm(&text));
             self.lost_frees(out);
@@ -147,7 +165,7 @@ impl Report<'_> {
                 if inferred.basis == "optimizer" { "end with the same optimizer" } else { "are equal" };
             let mut text = format!(
                 "{}steps inferred from operators: {} of {} {alike}",
-                self.process(process.pid),
+                self.process(process.pid, process.program),
                 inferred.equal,
                 inferred.periods,
             );
@@ -309,33 +327,37 @@ impl Report<'_> {
         trends
     }
 
+    /// Blocks that were freed late, a line for each line of the program and number of steps.
     fn late(&self, out: &mut String) {
-        let mut groups: Vec<_> = self
-            .document
-            .devices
-            .iter()
-            .flat_map(|device| device.late_groups.iter().map(move |group| (device, group)))
-            .collect();
-        groups.sort_by_key(|(_, group)| std::cmp::Reverse(group.bytes));
-        for (device, group) in groups.iter().take(LATE_SHOWN) {
+        let mut kinds: Vec<Late<'_>> = Vec::new();
+        for device in &self.document.devices {
+            let mut alike: BTreeMap<_, Late<'_>> = BTreeMap::new();
+            for group in &device.late_groups {
+                let likeness: Likeness<'_> =
+                    group.place.as_ref().ok_or((size_class(group.largest), group.op.as_ref()));
+                let kind = alike
+                    .entry((group.pool, likeness, group.held_min, group.held_max))
+                    .or_insert_with(|| Late::new(device, group));
+                kind.add(group);
+            }
+            kinds.extend(alike.into_values());
+        }
+        kinds.sort_by_key(|kind| std::cmp::Reverse(kind.count.bytes));
+        for Late { device, group, count, steps: (first, last), one_op } in kinds.iter().take(LATE_SHOWN) {
+            let steps = |number: u32| units::count_of(number.into(), "step");
             let held = match (group.held_min, group.held_max) {
-                (1, 1) => "1 step".to_owned(),
-                (min, max) if min == max => format!("{max} steps"),
-                (min, max) => format!("{min} to {max} steps"),
+                (min, max) if min == max => steps(max),
+                (min, max) => format!("{min} to {}", steps(max)),
             };
             let mut text = format!(
                 "Late: {} {}: {}, {} in all, freed {held} after allocation in {}",
                 self.place(device),
                 group.pool,
-                units::blocks(group.blocks),
-                units::bytes(group.bytes),
-                if group.first_step == group.last_step {
-                    format!("step {}", group.first_step)
-                } else {
-                    format!("steps {}-{}", group.first_step, group.last_step)
-                },
+                units::blocks(count.blocks),
+                units::bytes(count.bytes),
+                if first == last { format!("step {first}") } else { format!("steps {first}-{last}") },
             );
-            if let Some(op) = &group.op {
+            if let Some(op) = group.op.as_ref().filter(|_| *one_op) {
                 let _ = write!(text, ", around {op}");
             }
             if let Some(place) = &group.place {
@@ -343,8 +365,9 @@ impl Report<'_> {
             }
             line(out, &text);
         }
-        if groups.len() > LATE_SHOWN {
-            line(out, &format!("  and {} smaller kinds of late blocks", groups.len() - LATE_SHOWN));
+        if let Some(more) = kinds.len().checked_sub(LATE_SHOWN).filter(|more| *more > 0) {
+            let kinds = units::count_of(more as u64, "smaller kind");
+            line(out, &format!("  and {kinds} of late blocks (--json lists them)"));
         }
     }
 
@@ -446,7 +469,7 @@ impl Report<'_> {
                 if gaps.unknown_frees.blocks > 0 {
                     let text = format!(
                         "  {}{}: {} freed that came from before attach{}",
-                        self.process(process.pid),
+                        self.process(process.pid, process.program),
                         gaps.pool,
                         units::blocks(gaps.unknown_frees.blocks),
                         if self.document.events.lost > 0 { " or whose allocation was lost" } else { "" },
@@ -456,7 +479,7 @@ impl Report<'_> {
                 if gaps.lost_frees.blocks > 0 {
                     let text = format!(
                         "  {}{}: {} whose address was handed out again before a free was seen",
-                        self.process(process.pid),
+                        self.process(process.pid, process.program),
                         gaps.pool,
                         units::blocks(gaps.lost_frees.blocks),
                     );
@@ -477,7 +500,7 @@ impl Report<'_> {
         let not_listed = units::sum(self.document.processes.iter().map(|process| process.oom_not_listed));
         let more = fatal.len().saturating_sub(OOMS_SHOWN) as u64 + not_listed;
         if more > 0 {
-            line(out, &format!("  and {} more out-of-memories", units::count(more)));
+            line(out, &format!("  and {}", units::count_of(more, "more out-of-memory")));
         }
         let recovered = all().filter(|(_, oom)| oom.recovered).count();
         if recovered > 0 {
@@ -486,11 +509,7 @@ impl Report<'_> {
             let largest = requests.last().copied().unwrap_or(0);
             let text = format!(
                 "{} of at most {} succeeded after the pool had given memory back or on another try",
-                if recovered == 1 {
-                    "1 refused request".to_owned()
-                } else {
-                    format!("{recovered} refused requests")
-                },
+                units::count_of(recovered as u64, "refused request"),
                 units::bytes(largest)
             );
             line(out, &text);
@@ -533,6 +552,7 @@ impl Report<'_> {
         for free in &oom.free {
             line(out, &format!("  {}: {}", free.pool, free_space(free, Some(oom.requested))));
         }
+        holders(out, oom);
         self.blocks(out, "largest live blocks", &oom.largest);
         let known: BTreeSet<_> = oom.largest.iter().map(|block| block.allocation_id).collect();
         if oom.latest.iter().any(|block| !known.contains(&block.allocation_id)) {
@@ -544,7 +564,7 @@ impl Report<'_> {
         if !blocks.is_empty() {
             line(out, &format!("  {heading}:"));
         }
-        for block in blocks {
+        for block in blocks.iter().take(self.blocks_shown) {
             let mut text = format!(
                 "    {:>9}  {} at {}, step {}",
                 units::bytes(block.size),
@@ -588,15 +608,11 @@ impl Report<'_> {
             if all == 0 || facts.refused.is_some() {
                 continue;
             }
-            let who = if self.document.targets.len() > 1 {
-                format!("process {} ", target.pid)
-            } else {
-                String::new()
-            };
             let mut text = format!(
-                "Python stacks: {who}{} of {} allocations have one",
+                "Python stacks: {}{} of {}",
+                self.target(target.pid),
                 units::count(facts.own + facts.via),
-                units::count(all)
+                units::count_of(all, "allocation")
             );
             if facts.via > 0 {
                 let _ =
@@ -604,7 +620,8 @@ impl Report<'_> {
             }
             without_stack(&mut text, &facts.without);
             if facts.gone_frames > 0 {
-                let _ = write!(text, "; the code of {} frames was gone", units::count(facts.gone_frames));
+                let _ =
+                    write!(text, "; the code of {} was gone", units::count_of(facts.gone_frames, "frame"));
             }
             line(out, &text);
         }
@@ -620,10 +637,10 @@ impl Report<'_> {
                 continue;
             }
             let mut text = format!(
-                "Native stacks: {}{} of {} allocations have one (of pools those of {} and more)",
-                self.process(target.pid),
+                "Native stacks: {}{} of {} (of pools those of {} and more)",
+                self.target(target.pid),
                 units::count(with),
-                units::count(all),
+                units::count_of(all, "allocation"),
                 units::bytes(facts.pool_bytes)
             );
             if facts.cut > 0 {
@@ -638,7 +655,10 @@ impl Report<'_> {
         let document = self.document;
         let events = document.events;
         let lost = if events.lost == 0 { "none".to_owned() } else { units::count(events.lost) };
-        let mut text = format!("Events: {} received, {lost} lost", units::count(events.received));
+        let mut text = match document.offline {
+            true => format!("Dump: {} read, {lost} lost", units::count_of(events.received, "row")),
+            false => format!("Events: {} received, {lost} lost", units::count(events.received)),
+        };
         let attached = document.sites.iter().filter(|site| site.attached).count();
         if !document.sites.is_empty() {
             let _ = write!(text, "; {attached} of {} sites attached", document.sites.len());
@@ -661,10 +681,12 @@ impl Report<'_> {
             line(out, &format!("  and {} more (--json lists them)", failed.len() - SITES_SHOWN));
         }
         for process in document.processes.iter().filter(|process| process.finalized) {
-            if document.devices.iter().any(|device| device.pid == process.pid && !device.leaks.is_empty()) {
+            if document.devices.iter().any(|device| {
+                (device.pid, device.program) == (process.pid, process.program) && !device.leaks.is_empty()
+            }) {
                 let text = format!(
                     "Note: {}leaks are as of aclFinalize; what was freed after it does not count as freed",
-                    self.process(process.pid)
+                    self.process(process.pid, process.program)
                 );
                 line(out, &text);
             }
@@ -689,8 +711,7 @@ impl Report<'_> {
         let document = self.document;
         let leaking = self.groups("recurring");
         let text = if document.devices.iter().any(|device| device.oom.iter().any(|oom| !oom.recovered)) {
-            "free or shrink the largest blocks above, or what leaks; they name the operator and step that made them"
-                .to_owned()
+            "free or shrink what holds most above, or what leaks".to_owned()
         } else if let Some(block) = leaking.first().and_then(|group| group.blocks.first()) {
             let mut text = "see what your code keeps of each step's results".to_owned();
             whence(&mut text, block);
@@ -706,6 +727,8 @@ impl Report<'_> {
             let mut text = "see what is added in each step to the memory that is allocated".to_owned();
             whence_of(&mut text, trend);
             text
+        } else if document.devices.is_empty() && document.offline {
+            "write a dump with allocations and frees in it: --events alloc,free,launch".to_owned()
         } else if document.devices.is_empty() {
             let hint = match document.targets.first() {
                 Some(target) if !document.processes.iter().all(|process| process.ended.is_some()) => {
@@ -736,7 +759,8 @@ impl Report<'_> {
         {
             "trace longer: at least 3 steps".to_owned()
         } else if document.leaks_analysed {
-            "a leak that does not show in this many steps needs a longer trace: -d SECONDS".to_owned()
+            let how = if document.offline { "" } else { ": -d SECONDS" };
+            format!("a leak that does not show in this many steps needs a longer trace{how}")
         } else {
             return;
         };
@@ -763,11 +787,44 @@ impl Report<'_> {
     }
 
     fn place(&self, device: &Device) -> String {
-        format!("{}{}", self.process(device.pid), device_name(device.device))
+        format!("{}{}", self.process(device.pid, device.program), device_name(device.device))
     }
 
-    fn process(&self, pid: Tgid) -> String {
-        if self.several { format!("process {pid} ") } else { String::new() }
+    fn target(&self, pid: Tgid) -> String {
+        if self.document.targets.len() > 1 { format!("process {pid}: ") } else { String::new() }
+    }
+
+    fn process(&self, pid: Tgid, program: u32) -> String {
+        match self.processes.get(&pid) {
+            Some(programs) if programs.len() > 1 => format!("process {pid} (program {program}) "),
+            _ if self.processes.len() > 1 => format!("process {pid} "),
+            _ => String::new(),
+        }
+    }
+}
+
+/// Blocks of a line that were freed after as many steps.
+struct Late<'a> {
+    device: &'a Device,
+    /// The first of them.
+    group: &'a LateFacts,
+    count: Count,
+    steps: (StepId, StepId),
+    /// All were allocated around the same operator.
+    one_op: bool,
+}
+
+impl<'a> Late<'a> {
+    fn new(device: &'a Device, group: &'a LateFacts) -> Self {
+        let steps = (group.first_step, group.last_step);
+        Late { device, group, count: Count::default(), steps, one_op: true }
+    }
+
+    fn add(&mut self, group: &LateFacts) {
+        self.count.blocks += group.blocks;
+        self.count.bytes = self.count.bytes.saturating_add(group.bytes);
+        self.steps = (self.steps.0.min(group.first_step), self.steps.1.max(group.last_step));
+        self.one_op &= self.group.op == group.op;
     }
 }
 
@@ -786,6 +843,39 @@ impl Group<'_> {
     /// Steps that were judged.
     fn judged(&self) -> u32 {
         self.device.last_step_ended.0.saturating_sub(2)
+    }
+}
+
+/// Who held the memory when a request was refused.
+fn holders(out: &mut String, oom: &OomFacts) {
+    let has_lines = oom.holders.iter().any(|holder| holder.place.is_some());
+    if !oom.holders.is_empty() {
+        line(out, if has_lines { "  held by line of the program:" } else { "  held by operator:" });
+    }
+    for holder in oom.holders.iter().take(HOLDERS_SHOWN) {
+        let mut text = format!(
+            "    {:>9}  {} in {}",
+            units::bytes(holder.count.bytes),
+            holder.pool,
+            units::blocks(holder.count.blocks)
+        );
+        if holder.count.blocks > 1 {
+            let _ = write!(text, " of up to {}", units::bytes(holder.largest));
+        }
+        match (&holder.place, &holder.op) {
+            (Some(place), _) => drop(write!(text, ", at {}", units::place(place))),
+            (None, Some(op)) => drop(write!(text, ", around {op}")),
+            (None, None) => {}
+        }
+        line(out, &text);
+    }
+    let more = oom.holders.get(HOLDERS_SHOWN..).unwrap_or_default();
+    let others = more.len() as u64 + oom.other_holders.holders;
+    if others > 0 {
+        let bytes =
+            units::sum(more.iter().map(|holder| holder.count.bytes).chain([oom.other_holders.count.bytes]));
+        let kind = if has_lines { "other line" } else { "other operator" };
+        line(out, &format!("    {:>9}  held by {}", units::bytes(bytes), units::count_of(others, kind)));
     }
 }
 
@@ -835,7 +925,7 @@ fn without_stack(text: &mut String, reasons: &[WithoutStack]) {
     }
 }
 
-fn at(text: &mut String, comma: &str, stack: &StackOf) {
+pub(super) fn at(text: &mut String, comma: &str, stack: &StackOf) {
     if let Some(place) = stack.place() {
         let _ = write!(text, "{comma} {} {}", stack.preposition(), units::place(place));
     }
@@ -884,16 +974,12 @@ fn step_list(steps: &BTreeSet<StepId>, last_judged: u32) -> String {
 /// How much is free in how many pieces, and whether a request would have fitted.
 fn free_space(free: &FreeFacts, request: Option<u64>) -> String {
     let space = free.space;
-    let number = |n: u64, what: &str| match n {
-        1 => format!("1 {what}"),
-        several => format!("{} {what}s", units::count(several)),
-    };
     let mut text = format!(
         "{} free in {} of {}, in {}",
         units::bytes(space.free_bytes),
-        number(space.segments, "segment"),
+        units::count_of(space.segments, "segment"),
         units::bytes(space.segment_bytes),
-        number(space.pieces, "piece"),
+        units::count_of(space.pieces, "piece"),
     );
     if space.pieces > 0 {
         let _ = write!(text, ", the largest {}", units::bytes(space.largest_free));

@@ -73,6 +73,11 @@ pub fn count_of(number: u64, thing: &str) -> String {
     }
 }
 
+/// What has happened to a number of things: `1 event was`, `5 events were`.
+pub fn were(number: u64, thing: &str) -> String {
+    format!("{} {}", count_of(number, thing), if number == 1 { "was" } else { "were" })
+}
+
 /// A line of the program, the file with its directory: `project/train.py:92 in main`.
 pub fn place(frame: &Frame) -> String {
     let start = frame.file.rmatch_indices('/').nth(1).map_or(0, |(at, _)| at + 1);
@@ -138,6 +143,7 @@ mod tests {
         ] {
             assert_eq!(count_of(number, thing), text);
         }
+        assert_eq!((were(1, "event"), were(2, "event")), ("1 event was".into(), "2 events were".into()));
     }
 
     #[test]

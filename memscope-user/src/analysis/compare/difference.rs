@@ -1,10 +1,13 @@
 //! What changed, and whose it is: per operator and per owner what it allocated and freed and how much of the peak it
-//! held, and which blocks one side has and the other has not.
+//! held, and which blocks one side has and the other has not, by the line of the program and by size and operator.
+//!
+//! A process counts until it tells CANN that it has finished: what it frees after that is tidied up.
 //!
 //! A [`Profiler`] reads a dump once and profiles one or two parts of it: the whole, or a step. [`difference`] compares
 //! two profiles, of one dump or of two.
 
-use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use rustc_hash::FxHashMap;
@@ -13,8 +16,8 @@ use serde::Serialize;
 use crate::dump::Row;
 use crate::dump::read::NumberedRow;
 use crate::model::{
-    AllocationId, Block, Change, Count, DeviceId, EventKind, Ledger, Module, Name, Pool, StepId, StepRule,
-    StepsFrom, Tgid,
+    AllocationId, Block, Change, Count, DeviceId, EventKind, Frame, Ledger, Module, Name, Pool, Process,
+    StepId, StepRule, StepsFrom, Tgid,
 };
 use crate::report::units;
 
@@ -88,15 +91,31 @@ pub struct Fates {
     pub never_freed: Count,
 }
 
+impl Fates {
+    fn add(&mut self, other: Fates) {
+        for (count, more) in [
+            (&mut self.allocated, other.allocated),
+            (&mut self.kept, other.kept),
+            (&mut self.never_freed, other.never_freed),
+        ] {
+            count.blocks += more.blocks;
+            count.bytes = count.bytes.saturating_add(more.bytes);
+        }
+    }
+}
+
 /// Blocks that are alike.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize)]
 pub struct Like {
     pub pool: Pool,
-    /// The operator in progress when they were allocated, else the last one before.
+    /// The operator in progress when they were allocated, else the last one before; `None`: none, or several.
     pub op: Option<Name>,
     /// Bytes of each; `None`: of several sizes.
     pub size: Option<u64>,
 }
+
+/// Blocks that are alike, by the line of the program that allocated them, where that is known.
+type Group = (Like, Option<Frame>);
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Profile {
@@ -110,7 +129,7 @@ struct MemoryProfile {
     total: Use,
     ops: FxHashMap<Option<Name>, Use>,
     owners: FxHashMap<Name, Use>,
-    blocks: FxHashMap<Like, Fates>,
+    blocks: FxHashMap<Group, Fates>,
 }
 
 /// Profiles parts of a dump. Takes its rows in order of time.
@@ -123,7 +142,7 @@ pub struct Profiler {
     live: Vec<u64>,
     labels: FxHashMap<(u32, Label), u32>,
     accounts: Vec<Account>,
-    groups: FxHashMap<(u32, Like), u32>,
+    groups: FxHashMap<(u32, Group), u32>,
     blocks: FxHashMap<(Tgid, AllocationId), Tracked>,
 }
 
@@ -228,6 +247,9 @@ impl Profiler {
         let row = &numbered.row;
         let Some(event) = row.event() else { return };
         let change = self.ledger.apply(&event);
+        if self.ledger.process(row.tgid).is_some_and(Process::finalized) {
+            return self.tidy_up(row.tgid, &change);
+        }
         if let EventKind::Op { name } = &event.kind {
             let memory = self.memory(Memory { layer: Layer::Pools, device: row.device });
             let account = self.account(memory, Label::Op(Some(name.clone())));
@@ -264,6 +286,17 @@ impl Profiler {
             // A step is as full as it begins, even when nothing happens in it.
             Change::Step { .. } => {
                 (0..self.live.len() as u32).for_each(|memory| self.note_peak(row.tgid, memory));
+            }
+            _ => {}
+        }
+    }
+
+    /// Blocks of a process that has finished: gone, and freed by nobody.
+    fn tidy_up(&mut self, tgid: Tgid, change: &Change) {
+        match change {
+            Change::Freed(block) => self.end(tgid, block, None),
+            Change::Reset { blocks, .. } | Change::Ended { blocks, .. } => {
+                blocks.iter().for_each(|block| self.end(tgid, block, None));
             }
             _ => {}
         }
@@ -388,7 +421,8 @@ impl Profiler {
     }
 
     fn group(&mut self, memory: u32, block: &Block) -> u32 {
-        let like = |size| (memory, Like { pool: block.pool, op: block.op.clone(), size });
+        let place = block.stack.as_ref().and_then(|stack| stack.place());
+        let like = |size| (memory, (Like { pool: block.pool, op: block.op.clone(), size }, place.cloned()));
         let next = self.groups.len() as u32;
         let exact = like(Some(block.size));
         let key = match self.groups.contains_key(&exact) || self.groups.len() < GROUPS_BY_SIZE {
@@ -434,12 +468,12 @@ impl Profiler {
                     Label::Owner(owner) => drop(profile.owners.insert(owner.clone(), used)),
                 }
             }
-            for ((memory, like), number) in &self.groups {
+            for ((memory, group), number) in &self.groups {
                 let fates = side.fates[*number as usize];
                 if let Some(profile) = of_memory.get_mut(&memories[memory])
                     && fates.allocated.blocks > 0
                 {
-                    profile.blocks.insert(like.clone(), fates);
+                    profile.blocks.insert(group.clone(), fates);
                 }
             }
             Profile { side: side.side, memories: of_memory }
@@ -487,8 +521,18 @@ pub struct MemoryDifference {
     /// By the difference of net bytes, largest first, and then of the share of the peak.
     pub ops: Vec<UseDifference>,
     pub owners: Vec<UseDifference>,
-    /// Blocks of which one side has more, or keeps more; by the bytes kept, largest difference first.
+    /// Blocks of which one side has more, or keeps more, by pool, operator and size; by the bytes kept, largest difference
+    /// first. Each with the line of the program where that is most of the difference.
     pub blocks: Vec<BlockDifference>,
+    /// The same by pool and line of the program.
+    pub lines: Vec<BlockDifference>,
+}
+
+impl MemoryDifference {
+    /// The peak of `compare` less that of `base`, in bytes.
+    pub fn peak_diff(&self) -> i64 {
+        signed(self.compare.at_peak).saturating_sub(signed(self.base.at_peak))
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -507,6 +551,8 @@ pub struct UseDifference {
 pub struct BlockDifference {
     #[serde(flatten)]
     pub like: Like,
+    /// The line of the program that allocated them; `None` where it is not known.
+    pub place: Option<Frame>,
     pub base: Fates,
     pub compare: Fates,
     /// Bytes that `compare` keeps less those that `base` keeps.
@@ -534,6 +580,7 @@ pub enum Cause {
     /// One side keeps more blocks of these.
     Kept {
         like: Like,
+        place: Option<Frame>,
         blocks: u64,
         /// None of them was ever freed.
         never_freed: bool,
@@ -554,13 +601,15 @@ pub fn difference(base: &Profile, compare: &Profile) -> Difference {
     let memories: Vec<MemoryDifference> = keys
         .into_iter()
         .map(|memory| {
-            let base = of(base, &memory).unwrap_or_else(|| nothing.clone());
+            let mut base = of(base, &memory).unwrap_or_else(|| nothing.clone());
             let compare = of(compare, &memory).unwrap_or_else(|| nothing.clone());
+            base.blocks = moved(base.blocks, &compare.blocks);
             MemoryDifference {
                 memory,
                 ops: uses(&base.ops, &compare.ops, Clone::clone),
                 owners: uses(&base.owners, &compare.owners, |owner| Some(owner.clone())),
-                blocks: blocks(&base.blocks, &compare.blocks),
+                blocks: blocks(&base.blocks, &compare.blocks, By::Like),
+                lines: blocks(&base.blocks, &compare.blocks, By::Line),
                 base: base.total,
                 compare: compare.total,
             }
@@ -594,24 +643,98 @@ fn uses<K: Eq + std::hash::Hash>(
     differences
 }
 
-fn blocks(base: &FxHashMap<Like, Fates>, compare: &FxHashMap<Like, Fates>) -> Vec<BlockDifference> {
-    let only_compare = compare.keys().filter(|like| !base.contains_key(like));
-    let of = |side: &FxHashMap<Like, Fates>, like: &Like| side.get(like).copied().unwrap_or_default();
-    let mut differences: Vec<BlockDifference> = base
-        .keys()
-        .chain(only_compare)
-        .map(|like| {
-            let (base, compare) = (of(base, like), of(compare, like));
-            let kept_diff = signed(compare.kept.bytes).saturating_sub(signed(base.kept.bytes));
-            BlockDifference { like: like.clone(), base, compare, kept_diff }
-        })
+/// Lines of the base as the other side numbers them. Between two versions of a program lines move: those of a function
+/// that only one side has, as many on either, are the same ones in order.
+fn moved(base: FxHashMap<Group, Fates>, compare: &FxHashMap<Group, Fates>) -> FxHashMap<Group, Fates> {
+    let places = |groups: &FxHashMap<Group, Fates>| -> BTreeSet<Frame> {
+        groups.keys().filter_map(|(_, place)| place.clone()).collect()
+    };
+    let (of_base, of_compare) = (places(&base), places(compare));
+    let mut functions: BTreeMap<(&Name, &Name), [Vec<&Frame>; 2]> = BTreeMap::new();
+    for (side, lines) in
+        [of_base.difference(&of_compare), of_compare.difference(&of_base)].into_iter().enumerate()
+    {
+        for line in lines {
+            functions.entry((&line.file, &line.function)).or_default()[side].push(line);
+        }
+    }
+    let renamed: FxHashMap<&Frame, &Frame> = functions
+        .values()
+        .filter(|[base, compare]| base.len() == compare.len())
+        .flat_map(|[base, compare]| base.iter().copied().zip(compare.iter().copied()))
+        .collect();
+    if renamed.is_empty() {
+        return base;
+    }
+    let rename = |place: Frame| renamed.get(&place).map_or(place.clone(), |renamed| (*renamed).clone());
+    base.into_iter().map(|((like, place), fates)| ((like, place.map(rename)), fates)).collect()
+}
+
+/// What blocks are counted by.
+#[derive(Clone, Copy, PartialEq)]
+enum By {
+    Like,
+    Line,
+}
+
+/// Some of what makes a difference, and the bytes of the largest part of it.
+struct Part {
+    sum: BlockDifference,
+    largest: u64,
+}
+
+impl Part {
+    fn add(&mut self, one: BlockDifference, by: By) {
+        let Part { sum, largest } = self;
+        let size = one.kept_diff.unsigned_abs();
+        match by {
+            By::Like if size > *largest => sum.place = one.place,
+            By::Line if *largest == 0 => sum.like = one.like,
+            By::Line if size > 0 => {
+                sum.like.op = sum.like.op.take().filter(|op| one.like.op.as_ref() == Some(op));
+                sum.like.size = sum.like.size.filter(|size| one.like.size == Some(*size));
+            }
+            _ => {}
+        }
+        *largest = size.max(*largest);
+        sum.base.add(one.base);
+        sum.compare.add(one.compare);
+        sum.kept_diff = sum.kept_diff.saturating_add(one.kept_diff);
+    }
+}
+
+fn blocks(base: &FxHashMap<Group, Fates>, compare: &FxHashMap<Group, Fates>, by: By) -> Vec<BlockDifference> {
+    let only_compare = compare.keys().filter(|group| !base.contains_key(group));
+    let of = |side: &FxHashMap<Group, Fates>, group: &Group| side.get(group).copied().unwrap_or_default();
+    let mut keys: Vec<&Group> = base.keys().chain(only_compare).collect();
+    keys.sort_unstable_by_key(|(like, place)| (like.pool, place, &like.op, like.size));
+    let mut parts: BTreeMap<_, Part> = BTreeMap::new();
+    for group @ (like, place) in keys {
+        let (base, compare) = (of(base, group), of(compare, group));
+        let kept_diff = signed(compare.kept.bytes).saturating_sub(signed(base.kept.bytes));
+        let one = BlockDifference { like: like.clone(), place: place.clone(), base, compare, kept_diff };
+        let key = match by {
+            By::Like => (like.pool, None, Some((&like.op, like.size))),
+            By::Line => (like.pool, Some(place), None),
+        };
+        match parts.entry(key) {
+            Entry::Vacant(entry) => {
+                let largest = kept_diff.unsigned_abs();
+                entry.insert(Part { sum: one, largest });
+            }
+            Entry::Occupied(mut entry) => entry.get_mut().add(one, by),
+        }
+    }
+    let mut differences: Vec<BlockDifference> = parts
+        .into_values()
+        .map(|part| part.sum)
         .filter(|d| d.base.allocated != d.compare.allocated || d.base.kept != d.compare.kept)
         .collect();
     differences.sort_by(|a, b| {
         let size = |d: &BlockDifference| {
             (d.kept_diff.unsigned_abs(), d.compare.allocated.bytes.abs_diff(d.base.allocated.bytes))
         };
-        let name = |d: &BlockDifference| (d.like.op.clone(), d.like.pool, d.like.size);
+        let name = |d: &BlockDifference| (d.like.op.clone(), d.like.pool, d.like.size, d.place.clone());
         size(b).cmp(&size(a)).then_with(|| name(a).cmp(&name(b)))
     });
     differences
@@ -624,7 +747,7 @@ fn verdict(base: Side, compare: Side, memories: &[MemoryDifference]) -> Verdict 
     let of_layer = || memories.iter().filter(|of| of.memory.layer == layer);
     let sum = |of: fn(&MemoryDifference) -> i64| of_layer().map(of).fold(0, i64::saturating_add);
     let net_diff = sum(|of| of.compare.net().saturating_sub(of.base.net()));
-    let peak_diff = sum(|of| signed(of.compare.at_peak).saturating_sub(signed(of.base.at_peak)));
+    let peak_diff = sum(MemoryDifference::peak_diff);
     // The side that keeps more.
     let more = |d: &BlockDifference| if net_diff > 0 { (d.compare, d.base) } else { (d.base, d.compare) };
     let blocks_more = |d: &BlockDifference| {
@@ -632,14 +755,23 @@ fn verdict(base: Side, compare: Side, memories: &[MemoryDifference]) -> Verdict 
         more.kept.blocks.saturating_sub(less.kept.blocks)
     };
     let towards = |d: &&BlockDifference| d.kept_diff.signum() == net_diff.signum() && net_diff != 0;
-    let groups = || of_layer().flat_map(|of| &of.blocks).filter(towards);
-    let main = groups().max_by_key(|d| d.kept_diff.unsigned_abs());
+    let main_of = |by: fn(&MemoryDifference) -> &Vec<BlockDifference>| {
+        of_layer().flat_map(by).filter(towards).max_by_key(|d| d.kept_diff.unsigned_abs())
+    };
+    // A line is one cause, whatever the sizes and operators there.
+    let by: fn(&MemoryDifference) -> &Vec<BlockDifference> = match main_of(|of| &of.lines) {
+        Some(main) if main.place.is_some() => |of| &of.lines,
+        _ => |of| &of.blocks,
+    };
+    let groups = || of_layer().flat_map(by).filter(towards);
+    let main = main_of(by);
     let cause = match main {
         Some(main) => {
             let blocks = blocks_more(main);
             let (fates, _) = more(main);
             Some(Cause::Kept {
                 like: main.like.clone(),
+                place: main.place.clone(),
                 blocks,
                 never_freed: fates.never_freed == fates.kept,
                 others: groups().map(blocks_more).sum::<u64>() - blocks,
@@ -664,10 +796,13 @@ impl fmt::Display for Verdict {
         }
         let less = if self.net_diff < 0 { " less" } else { "" };
         match &self.cause {
-            Some(Cause::Kept { like, blocks, never_freed, others }) => {
+            Some(Cause::Kept { like, place, blocks, never_freed, others }) => {
                 write!(f, ": {}{less}", units::blocks(*blocks))?;
                 if let Some(op) = &like.op {
                     write!(f, " from {op}")?;
+                }
+                if let Some(place) = place {
+                    write!(f, " at {}", units::place(place))?;
                 }
                 f.write_str(if *never_freed { ", never freed" } else { ", freed later" })?;
                 if *others > 0 {

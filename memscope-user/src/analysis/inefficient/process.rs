@@ -5,14 +5,16 @@ use std::collections::{BTreeMap, VecDeque};
 
 use rustc_hash::FxHashMap;
 
-use crate::model::{Access, AccessKind, AllocationId, DeviceId, DevicePtr, Name, Nanos, Pool, Tgid, Tid};
+use crate::model::{
+    Access, AccessKind, AllocationId, DeviceId, DevicePtr, Frame, Name, Nanos, Pool, Tgid, Tid,
+};
 
 use super::profile::{Mark, Profile, Stamp, Stretch, Timeline};
 use super::{Config, EXAMPLES, Finding, Group, Moment, Pattern, PoolReport, Rules};
 
 const POOLS: usize = Pool::ALL.len();
 
-/// Operators around which blocks are told apart, for each pool and device. Names come from the target.
+/// Places of allocation that are told apart, for each pool and device. Names come from the target.
 const SITES_MAX: usize = 4096;
 
 /// Blocks of one size that are remembered as possibly redundant: the latest.
@@ -98,14 +100,17 @@ struct Region {
     blocks: u64,
     accesses: u64,
     sites: Vec<Site>,
-    by_op: FxHashMap<Option<Name>, u32>,
+    by_origin: FxHashMap<Origin, u32>,
     reusable: FxHashMap<u64, VecDeque<Reusable>>,
 }
 
-/// Blocks allocated around one operator.
+/// Where blocks are allocated: the line of the program, where that is known, and the operator around it.
+type Origin = (Option<Frame>, Option<Name>);
+
+/// Blocks allocated at one place.
 #[derive(Debug)]
 struct Site {
-    op: Option<Name>,
+    origin: Origin,
     groups: [Tally; Pattern::ALL.len()],
 }
 
@@ -140,6 +145,8 @@ pub(super) struct Allocation {
     pub ptr: DevicePtr,
     /// Bytes.
     pub size: u64,
+    /// The line of the program, where that is known.
+    pub place: Option<Frame>,
 }
 
 #[derive(Debug)]
@@ -334,7 +341,7 @@ impl Process {
     }
 
     pub fn alloc(&mut self, allocation: Allocation, tid: Tid) {
-        let Allocation { pool, device, id, ptr, size } = allocation;
+        let Allocation { pool, device, id, ptr, size, place } = allocation;
         // The free of what was there has not been seen.
         if let Some(slot) = self.blocks.by_ptr[pool as usize].get(&ptr).copied() {
             self.forget(slot);
@@ -352,7 +359,7 @@ impl Process {
         let region = &mut self.regions[region_index as usize];
         let at = at.stamped(region.timeline.next());
         region.blocks += 1;
-        let site = region.site(op);
+        let site = region.site((place, op));
         self.blocks.last_number += 1;
         let mut block = Block {
             number: self.blocks.last_number,
@@ -499,7 +506,7 @@ impl Process {
                 blocks: 0,
                 accesses: 0,
                 sites: Vec::new(),
-                by_op: FxHashMap::default(),
+                by_origin: FxHashMap::default(),
                 reusable: FxHashMap::default(),
             });
             self.regions.len() - 1
@@ -541,17 +548,17 @@ impl Process {
 }
 
 impl Region {
-    fn site(&mut self, op: Option<Name>) -> u32 {
-        if let Some(site) = self.by_op.get(&op) {
+    fn site(&mut self, origin: Origin) -> u32 {
+        if let Some(site) = self.by_origin.get(&origin) {
             return *site;
         }
-        let op = if self.sites.len() < SITES_MAX { op } else { None };
-        if let Some(site) = self.by_op.get(&op) {
+        let origin = if self.sites.len() < SITES_MAX { origin } else { (None, None) };
+        if let Some(site) = self.by_origin.get(&origin) {
             return *site;
         }
         let site = self.sites.len() as u32;
-        self.sites.push(Site { op: op.clone(), groups: Default::default() });
-        self.by_op.insert(op, site);
+        self.sites.push(Site { origin: origin.clone(), groups: Default::default() });
+        self.by_origin.insert(origin, site);
         site
     }
 
@@ -627,7 +634,8 @@ impl Region {
                 let (operators_min, operators_max) = tally.operators.unwrap_or_default();
                 Group {
                     pattern,
-                    op: site.op.clone(),
+                    op: site.origin.1.clone(),
+                    place: site.origin.0.clone(),
                     findings: tally.findings,
                     largest: tally.largest,
                     operators_min,
@@ -645,7 +653,7 @@ impl Region {
             .collect();
         groups.sort_by(|a, b| {
             let key = |group: &Group| (Reverse(group.saved_at_peak), Reverse(group.wasted), group.pattern);
-            key(a).cmp(&key(b)).then_with(|| a.op.cmp(&b.op))
+            key(a).cmp(&key(b)).then_with(|| (&a.op, &a.place).cmp(&(&b.op, &b.place)))
         });
         PoolReport {
             pid,
@@ -809,6 +817,7 @@ impl Judge<'_> {
             ptr: other.ptr,
             size: block.size,
             op: None,
+            place: None,
             from: other.alloc.moment(),
             to: to.moment(),
             call_between: None,
@@ -871,6 +880,7 @@ impl Judge<'_> {
             ptr: block.ptr,
             size: block.size,
             op: None,
+            place: None,
             from: from.moment(),
             to: to.moment(),
             call_between,
@@ -885,7 +895,7 @@ impl Judge<'_> {
 
     fn report(&mut self, site: u32, mut finding: Finding, stretch: Option<Stretch>) {
         let site = &mut self.region.sites[site as usize];
-        finding.op = site.op.clone();
+        (finding.place, finding.op) = site.origin.clone();
         finding.wasted = finding.size.saturating_mul(finding.operators);
         (self.found)(&finding);
         let group = &mut site.groups[finding.pattern as usize];

@@ -25,7 +25,7 @@ const CHUNK: usize = 1 << 18;
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(in crate::dump) enum SplitError {
-    #[error("{0} cells instead of {COUNT}")]
+    #[error("{} instead of {COUNT}", crate::report::units::count_of(*.0 as u64, "cell"))]
     Cells(usize),
     #[error("more than {COUNT} cells")]
     TooManyCells,

@@ -280,6 +280,9 @@ fn out_of_memory_comes_with_what_was_there() {
         "OUT OF MEMORY device 0: aclrtMallocAlign32 of 64.0 MiB refused (halMemAlloc returned 6) 2 times, step 1, around \
          aclnnMatmul, thread 100",
         "  at that moment: driver 2.00 MiB since attach; PTA 30.0 MiB allocated of 40.0 MiB reserved",
+        "  held by operator:",
+        "     30.0 MiB  PTA in 1 block, around aclnnMatmul",
+        "     2.00 MiB  HAL in 1 block, around aclnnMatmul",
         "  largest live blocks:",
         "     30.0 MiB  PTA at 0x1000, step 1, around aclnnMatmul, thread 100",
         "     2.00 MiB  HAL at 0x90000000, step 1, around aclnnMatmul, thread 100",
@@ -287,7 +290,98 @@ fn out_of_memory_comes_with_what_was_there() {
     ];
     let lines: Vec<&str> = text.lines().skip(1).take(expected.len()).collect();
     assert_eq!(lines, expected, "{text}");
-    assert!(text.contains("Next: free or shrink the largest blocks above"), "{text}");
+    assert!(text.contains("Next: free or shrink what holds most above"), "{text}");
+}
+
+/// What holds the memory is said by line; single blocks are few.
+#[test]
+fn out_of_memory_names_the_lines_that_hold_it() {
+    let mut script = Script::new();
+    script.step(|s| {
+        for block in 1..=9u64 {
+            s.alloc_at(Some(7), Whose::Own, 0x10_0000 * block, 6 * MIB);
+        }
+        for line in 10..20u32 {
+            s.alloc_at(Some(line), Whose::Own, 0x1000 * u64::from(line), MIB);
+        }
+        s.fail(MAIN, 64 * MIB, 64 * MIB);
+    });
+    let document = document(&script.events, Trace { offline: true, ..Trace::default() });
+    let text = render_oom(&document, false, OOM_BLOCKS_SHOWN);
+    let lines: Vec<&str> = text.lines().skip_while(|line| !line.starts_with("  held")).collect();
+    assert_eq!(lines[0], "  held by line of the program:");
+    assert_eq!(lines[1], "     54.0 MiB  PTA in 9 blocks of up to 6.00 MiB, at project/train.py:7 in main");
+    assert_eq!(lines[2], "     1.00 MiB  PTA in 1 block, at project/train.py:10 in main");
+    assert_eq!(lines[HOLDERS_SHOWN + 1], "     3.00 MiB  held by 3 other lines");
+    let blocks = |text: &str| text.lines().filter(|line| line.contains("  PTA at 0x")).count();
+    assert_eq!(blocks(&text), 2 * OOM_BLOCKS_SHOWN, "the largest and the latest");
+    assert_eq!(blocks(&render_oom(&document, false, 8)), 16);
+}
+
+/// A prefetching loader of varying length: one line of the program, blocks of many sizes.
+#[test]
+fn late_blocks_of_a_line_are_one_line() {
+    let mut script = Script::new();
+    for step in 1..=12u64 {
+        script.step(|s| {
+            s.alloc_at(Some(12), Whose::Own, 0x1000 * step, MIB << (step % 5));
+            if step > 2 {
+                s.free(0x1000 * (step - 2));
+            }
+        });
+    }
+    let text = rendered(&script.events);
+    let late: Vec<&str> = text.lines().filter(|line| line.starts_with("Late: ")).collect();
+    let [late] = late[..] else { panic!("{text}") };
+    assert!(
+        late.contains(": 9 blocks, ") && late.contains("freed 2 steps after allocation in steps 2-10"),
+        "{late}"
+    );
+    assert!(late.ends_with(", at project/train.py:12 in main"), "{late}");
+}
+
+/// Of a dump there is nothing to attach to, and no option of live tracing to give.
+#[test]
+fn the_next_step_with_a_dump_is_about_dumps() {
+    let of = |events: &[Event]| {
+        let trace = Trace { offline: true, events: Events { received: 1, lost: 0 }, ..Trace::default() };
+        render(&document(events, trace), false, false)
+    };
+    let nothing = of(&[]);
+    assert!(
+        nothing.starts_with("Leaks not judged: the dump has no row of an allocation or a free.\n"),
+        "{nothing}"
+    );
+    assert!(nothing.contains("\nDump: 1 row read, none lost\n"), "{nothing}");
+    assert!(nothing.contains("\nNext: write a dump with allocations and frees in it: --events"), "{nothing}");
+    let mut script = Script::new();
+    for _ in 1..=5 {
+        script.step(|s| {
+            s.alloc(0x1000, MIB).free(0x1000);
+        });
+    }
+    let clean = of(&script.events);
+    assert!(
+        clean.ends_with("Next: a leak that does not show in this many steps needs a longer trace\n"),
+        "{clean}"
+    );
+}
+
+/// A process that replaces its program keeps its number.
+#[test]
+fn programs_of_one_process_are_told_apart() {
+    let mut script = Script::new();
+    // A wrapper before both uses no memory: it does not count, for dumps do not have it.
+    script.op("none").push(MAIN, EventKind::Exec);
+    script.alloc(0x1000, MIB).push(MAIN, EventKind::Exec);
+    script.alloc(0x2000, 2 * MIB);
+    let document = document(&script.events, Trace::default());
+    let programs: Vec<u32> = document.devices.iter().map(|device| device.program).collect();
+    assert_eq!(programs, [1, 2]);
+    let text = render(&document, false, false);
+    for program in [1, 2] {
+        assert!(text.contains(&format!("\n  process 100 (program {program}) device 0")), "{text}");
+    }
 }
 
 #[test]
