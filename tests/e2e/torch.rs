@@ -574,6 +574,33 @@ fn expandable_segments_are_the_pools_to_the_byte() -> Result<()> {
     Ok(())
 }
 
+/// Where physical memory is mapped is in the dump, so that what is free in growing segments is known from it, too.
+#[test]
+fn free_memory_of_expandable_segments_is_known_from_the_dump() -> Result<()> {
+    let ground = GROUNDS[0];
+    if !ground.is_ready() {
+        return Ok(());
+    }
+    let conf = [("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True"), ("SIM_CANN_HBM_BYTES", "1073741824")];
+    let run = Run::held(ground, "oom.py", &["--block-mib", "60"], &conf)?;
+    let tracer =
+        Tracer::start(&["-p", &run.target.pid().to_string(), "--format", "csv,capture"])?.attached()?;
+    run.go()?;
+    let (pid, _, traced) = run.finish(tracer)?;
+    let live = traced.report()?;
+    let oom = &live.device(pid, 0)?["oom"];
+    let free =
+        oom.as_array().into_iter().flatten().flat_map(|oom| oom["free"].as_array().into_iter().flatten());
+    let mut pta = free.into_iter().filter(|free| free["pool"] == "PTA");
+    assert!(pta.any(|free| free["segment_bytes"].as_u64() > Some(0)), "{oom:#}");
+    for extension in ["csv", "arrows"] {
+        let dumps = dumps_of(traced.dir.path(), extension)?;
+        let words: Vec<&str> = ["oom"].into_iter().chain(dumps.iter().map(String::as_str)).collect();
+        assert_eq!(&Report(Tracer::verb(&words)?).device(pid, 0)?["oom"], oom, "{extension}");
+    }
+    Ok(())
+}
+
 /// Operators before each of these times, in ns of the wall clock.
 fn operators_before(files: &[DumpFile], times: impl Iterator<Item = u64>) -> Vec<usize> {
     let rows = files.iter().flat_map(|file| &file.rows).filter(|row| row["Event Type"] == "ATEN_START");
@@ -758,6 +785,7 @@ fn live_and_from_every_dump_the_findings_are_the_same() -> Result<()> {
                 "not_judged",
                 "not_judged_total",
                 "fluctuation",
+                "reserve",
             ] {
                 let [live, offline] = [&live, &leaks].map(|report| report.device(pid, 0).map(|of| &of[list]));
                 assert_eq!(live?, offline?, "{list} of {dumps:?}");

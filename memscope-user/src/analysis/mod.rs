@@ -11,6 +11,7 @@ pub mod marks;
 pub mod offline_leaks;
 pub mod oom;
 pub mod reconcile;
+pub mod reserve;
 
 use crate::model::{Change, Event, Ledger, Nanos, StepRule, StepsFrom};
 
@@ -22,6 +23,7 @@ use infer_steps::StepInference;
 use leaks::Leaks;
 use marks::Marks;
 use oom::OutOfMemory;
+use reserve::Reserve;
 
 /// Something that watches the event stream. The ledger has applied the event already.
 pub trait Analysis {
@@ -44,6 +46,7 @@ pub struct Online {
     /// With the leaks.
     pub growth: Option<Growth>,
     pub fluctuation: Fluctuation,
+    pub reserve: Reserve,
     pub oom: OutOfMemory,
     pub marks: Marks,
     /// `None` when it was not asked for.
@@ -123,6 +126,7 @@ impl Online {
             growth.observe(event, &change, &self.ledger);
         }
         self.fluctuation.observe(event, &change, &self.ledger);
+        self.reserve.observe(event, &change, &self.ledger);
         self.oom.observe(event, &change, &self.ledger);
         self.marks.observe(event, &change, &self.ledger);
         if let Some(inefficient) = &mut self.inefficient {

@@ -15,6 +15,7 @@ use crate::analysis::inefficient;
 use crate::analysis::leaks::{Late, LateGroup, Like, Pattern, Reason, Verdicts};
 use crate::analysis::oom::{Holder, Oom, OtherHolders};
 use crate::analysis::reconcile::Reconciliation;
+use crate::analysis::reserve::{Point, Series};
 use crate::model::{
     AllocationId, Basis, Block, Container, Count, DeviceId, DeviceMemory, DevicePtr, Ending, Frame,
     FreeSpace, Name, Nanos, Pool, PoolUse, Process, Stack, StepId, Tgid, Tid, Whose,
@@ -229,6 +230,8 @@ pub struct Device {
     /// Largest first.
     pub not_judged: Vec<BlockFacts>,
     pub fluctuation: Vec<FluctuationFacts>,
+    /// What pools handed out and had reserved, over steps.
+    pub reserve: Vec<ReserveFacts>,
     /// Free memory within the segments of pools, now; none for a process that has ended.
     pub free: Vec<FreeFacts>,
     pub late_total: Count,
@@ -387,6 +390,19 @@ pub struct FluctuationFacts {
     pub max_step: StepId,
     /// The same in the other step.
     pub max_min_bytes: u64,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct ReserveFacts {
+    pub pool: Pool,
+    /// Of steps from 2 on, in order; of long traces several steps each.
+    pub points: Vec<Point>,
+}
+
+impl From<&Series> for ReserveFacts {
+    fn from(series: &Series) -> Self {
+        ReserveFacts { pool: series.pool, points: series.points().to_vec() }
+    }
 }
 
 #[derive(Debug, Clone, Serialize)]
@@ -565,6 +581,11 @@ fn process_devices(position: usize, process: &Process, online: &Online) -> Vec<D
         });
         devices[at].oom.push(OomFacts::new(oom, process.tgid));
     }
+    for series in online.reserve.series(position) {
+        if let Some(device) = devices.iter_mut().find(|device| device.device == series.device) {
+            device.reserve.push(series.into());
+        }
+    }
     for extremes in online.fluctuation.extremes(position) {
         if let Some(device) = devices.iter_mut().find(|device| device.device == extremes.device) {
             device.fluctuation.push(extremes.into());
@@ -583,6 +604,7 @@ fn empty_device(process: &Process, program: u32, device: Option<DeviceId>) -> De
         late: Vec::new(),
         not_judged: Vec::new(),
         fluctuation: Vec::new(),
+        reserve: Vec::new(),
         free: Vec::new(),
         late_total: Count::default(),
         late_groups: Vec::new(),
