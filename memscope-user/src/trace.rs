@@ -903,7 +903,9 @@ fn write_rows(dump: Option<&Pipeline>, config: &Config, event: &Event, change: &
     let Some(dump) = dump else { return };
     let selection = config.dump;
     let wanted = match &event.kind {
-        EventKind::Alloc(_) | EventKind::Free(_) => selection.memory,
+        EventKind::Alloc(_) | EventKind::Free(_) | EventKind::Map { .. } | EventKind::Unmap { .. } => {
+            selection.memory
+        }
         EventKind::Op { .. } | EventKind::Launch { .. } => selection.launches,
         EventKind::Access(_) => selection.accesses,
         _ => true,

@@ -5,11 +5,12 @@ use std::fmt::Write;
 use std::sync::Arc;
 
 use crate::analysis::leaks::size_class;
+use crate::analysis::reserve::Point;
 use crate::model::{Count, DeviceId, Frame, Name, Pool, Stack, StepId, Tgid, Tid, Whose};
 
 use super::document::{
     BlockFacts, Device, Document, FreeFacts, GrowthFacts, LateFacts, OomFacts, PoolFacts,
-    ReconciliationFacts, StackOf, WithoutStack,
+    ReconciliationFacts, ReserveFacts, StackOf, WithoutStack,
 };
 use super::{decompose, inefficient, units};
 
@@ -460,6 +461,11 @@ impl Report<'_> {
                 })
                 .collect();
             table(out, &rows);
+            for series in &device.reserve {
+                if let Some(text) = reserve(series) {
+                    line(out, &format!("    {}: {text}", series.pool));
+                }
+            }
             for free in device.free.iter().filter(|free| free.space.free_bytes > 0) {
                 line(out, &format!("    {}: {}", free.pool, free_space(free, None)));
             }
@@ -987,7 +993,55 @@ fn free_space(free: &FreeFacts, request: Option<u64>) -> String {
     if request.is_some_and(|request| space.free_bytes >= request && space.largest_free < request) {
         text.push_str(": enough, but in pieces that are too small");
     }
+    if space.empty_segments > 0 {
+        let empty = units::count_of(space.empty_segments, "empty segment");
+        let _ = write!(text, "; {empty} of {}", units::bytes(space.empty_bytes));
+    }
+    if space.sparse_segments > 0 {
+        let (of, kept) = (units::bytes(space.sparse_bytes), units::bytes(space.sparse_used));
+        let sparse = units::count_of(space.sparse_segments, "segment");
+        let _ = write!(text, "; {sparse} of {of} less than a quarter full, for {kept}");
+    }
     text
+}
+
+/// What a pool handed out and had reserved over steps; `None` of a single one.
+fn reserve(series: &ReserveFacts) -> Option<String> {
+    let points = &series.points;
+    let (first, last) = points.first().zip(points.last()).filter(|_| points.len() > 1)?;
+    let peak = points.iter().map(|point| point.peak_allocated).max()?;
+    let begin = first.step.0 + 1 - first.steps.min(first.step.0);
+    let mut text = format!(
+        "over steps {begin}-{} at most {} allocated of {} reserved",
+        last.step,
+        units::bytes(peak),
+        units::bytes(last.reserved)
+    );
+    match points.windows(2).rev().find(|pair| pair[0].reserved != pair[1].reserved) {
+        Some(pair) => {
+            let (before, after) = (pair[0].reserved, pair[1].reserved);
+            let how = if after > before { "grew" } else { "shrank" };
+            let _ = write!(text, ", which last {how} by {} in ", units::bytes(before.abs_diff(after)));
+            let _ = match pair[1].steps {
+                1 => write!(text, "step {}", pair[1].step),
+                several => write!(text, "steps {}-{}", pair[1].step.0 + 1 - several, pair[1].step),
+            };
+        }
+        None => text.push_str(", the same throughout"),
+    }
+    // It had room for all that was ever needed, and took more.
+    if points.windows(2).any(|pair| {
+        pair[1].reserved > pair[0].reserved && pair[1].peak_allocated <= points_peak(points, pair[0].step)
+    }) {
+        text.push_str("; it grew in steps that allocated no more than those before: what was free was in pieces too small, or of another stream");
+    }
+    Some(text)
+}
+
+/// The most that was allocated up to a step.
+fn points_peak(points: &[Point], step: StepId) -> u64 {
+    let up_to = points.iter().take_while(|point| point.step <= step);
+    up_to.map(|point| point.peak_allocated).max().unwrap_or(0)
 }
 
 fn driver_line(facts: &ReconciliationFacts) -> String {

@@ -2,7 +2,7 @@ use super::*;
 use crate::analysis::Online;
 use crate::analysis::inefficient::{Config, Rules};
 use crate::model::testing::{MAIN, MIB, Script, leak6};
-use crate::model::{Alloc, DevicePtr, Event, EventKind, Module, StepRule, StepsFrom, Whose};
+use crate::model::{Alloc, DevicePtr, Event, EventKind, FreeSpace, Module, StepRule, StepsFrom, Whose};
 use crate::report::document::{Dump, Events, Site, Trace};
 
 fn document(events: &[Event], trace: Trace) -> Document {
@@ -164,7 +164,9 @@ fn a_leak_is_the_headline() {
             "Memory",
             "  device 0: 40.0 MiB from the driver since attach: 40.0 MiB in segments of PTA, 0 B in no pool",
             "    PTA  19.0 MiB allocated of 40.0 MiB reserved  seen since attach: 19.0 MiB live in 7 blocks, peak 36.0 MiB",
-            "    PTA: 21.0 MiB free in 2 segments of 40.0 MiB, in 2 pieces, the largest 17.0 MiB",
+            "    PTA: over steps 2-6 at most 36.0 MiB allocated of 40.0 MiB reserved, the same throughout",
+            "    PTA: 21.0 MiB free in 2 segments of 40.0 MiB, in 2 pieces, the largest 17.0 MiB; 1 segment of 20.0 MiB less \
+             than a quarter full, for 3.00 MiB",
             "Events: 40,120 received, none lost; 1 of 2 sites attached",
             "  aclrtMallocCached: in no mapped library",
             "Note: trained on a Tuesday",
@@ -514,4 +516,48 @@ fn inefficient_memory_is_reported_when_asked_for() {
     let text = render(&Document::new(Trace::default(), &online), false, false);
     assert!(text.contains("\nInefficient memory, by the rules of msMemScope"), "{text}");
     assert!(text.contains("\n  no operator was seen to use any block: nothing can be said\n"), "{text}");
+}
+
+#[test]
+fn a_reserve_that_grows_for_nothing_is_said_to() {
+    let said = |figures: &[(u64, u64)]| {
+        let points = figures.iter().zip(2..).map(|((peak, reserved), step)| Point {
+            step: StepId(step),
+            steps: 1,
+            allocated: 0,
+            peak_allocated: peak << 20,
+            reserved: reserved << 20,
+        });
+        reserve(&ReserveFacts { pool: Pool::Pta, points: points.collect() })
+    };
+    assert_eq!(said(&[(10, 20)]), None, "a step alone is no series");
+    assert_eq!(
+        said(&[(10, 20), (30, 40), (30, 40)]).as_deref(),
+        Some(
+            "over steps 2-4 at most 30.0 MiB allocated of 40.0 MiB reserved, which last grew by 20.0 MiB in step 3"
+        )
+    );
+    let fragmented = said(&[(30, 40), (29, 44), (10, 42)]).expect("a series");
+    assert!(fragmented.contains("shrank by 2.00 MiB in step 4; it grew in steps that"), "{fragmented}");
+}
+
+#[test]
+fn segments_with_little_in_them_are_named() {
+    let space = FreeSpace {
+        segments: 3,
+        segment_bytes: 60 << 20,
+        free_bytes: 39 << 20,
+        largest_free: 20 << 20,
+        pieces: 2,
+        empty_segments: 1,
+        empty_bytes: 20 << 20,
+        sparse_segments: 1,
+        sparse_bytes: 20 << 20,
+        sparse_used: 1 << 20,
+    };
+    assert_eq!(
+        free_space(&FreeFacts { pool: Pool::Pta, space }, None),
+        "39.0 MiB free in 3 segments of 60.0 MiB, in 2 pieces, the largest 20.0 MiB; 1 empty segment of 20.0 MiB; \
+         1 segment of 20.0 MiB less than a quarter full, for 1.00 MiB"
+    );
 }
