@@ -432,6 +432,7 @@ impl Session<'_> {
             self.decoder.add_site(site.probe, site.found.as_ref());
         }
         let attached = result?;
+        let denied = (!attached.denied.is_empty()).then(|| denied(&target.process, &attached.denied));
         if target.torch_npu.is_none() {
             target.torch_npu = self.attacher.torch_npu_version(&target.process);
         }
@@ -439,6 +440,9 @@ impl Session<'_> {
             self.timing.attached_ns.get_or_insert_with(now);
             let line = self.began_line(tgid, &attached);
             self.progress.began(line);
+        }
+        if let Some(line) = denied {
+            self.note(line);
         }
         Ok(attached)
     }
@@ -894,6 +898,14 @@ impl Session<'_> {
         };
         let mut document = Document::new(trace, &self.online);
         document.select(&self.config.only_devices, &self.config.only_steps);
+        if let StepRule::Matching(pattern) = &self.config.steps
+            && document.steps.iter().all(|step| step.inferred)
+            && self.config.steps_from != StepsFrom::Ops
+        {
+            let seen = document.marks_seen(5);
+            let seen = if seen.is_empty() { "there were none".to_owned() } else { format!("seen: {seen}") };
+            document.notes.push(format!("no mark or range matched --step-mark {pattern}; {seen}"));
+        }
         (document, self.attacher)
     }
 }
@@ -955,6 +967,21 @@ fn common_parent<'a>(mut paths: impl Iterator<Item = &'a std::path::Path>) -> Op
         }
     }
     Some(common)
+}
+
+/// What could not be read of a process's files: sites in them, and an interpreter, stay unknown.
+fn denied(process: &Process, files: &[String]) -> String {
+    let more = match files.len().saturating_sub(1) {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    format!(
+        "may not read {}{more} of process {} ({}): what is in there is not traced, and without its interpreter there are no \
+         Python stacks; run as root, or with CAP_DAC_READ_SEARCH too",
+        files.first().map_or("", String::as_str),
+        process.tgid,
+        process.command
+    )
 }
 
 /// The libraries that are looked for, for people.

@@ -145,6 +145,8 @@ pub struct Attached {
     pub memory_sites: usize,
     /// Whether any of them is more than the dynamic linker's.
     pub relevant: bool,
+    /// Mapped files that could not be read for want of rights.
+    pub denied: Vec<String>,
 }
 
 pub struct Config {
@@ -562,8 +564,20 @@ impl Attacher {
         let seen = self.processes.entry(process.tgid).or_default();
         let new: Vec<_> = mapped.into_iter().filter(|file| seen.files.insert(file.id().to_owned())).collect();
         let mut files = Vec::new();
+        let mut outcome = Attached::default();
         for mapped in new {
-            let Some(file) = open(process, &mapped) else { continue };
+            let file = match process.open_mapped(&mapped) {
+                Ok(file) => file,
+                Err(e) => {
+                    tracing::debug!(file = %mapped.path.display(), "not opened: {e}");
+                    // Special files, and what is gone meanwhile, are no one's fault.
+                    if e.kind() == io::ErrorKind::PermissionDenied {
+                        let path = mapped.path.as_os_str().as_encoded_bytes();
+                        outcome.denied.push(sanitize(path).into_owned());
+                    }
+                    continue;
+                }
+            };
             let Ok(id) = FileId::of(&file) else { continue };
             let display = sanitize(mapped.path.as_os_str().as_encoded_bytes()).into_owned();
             let resolved = match self.files.get(&id) {
@@ -583,7 +597,6 @@ impl Attacher {
         }
         let found = seen.found.clone();
         self.retire_superseded(scope, &found);
-        let mut outcome = Attached::default();
         for (id, file, resolved, display) in files {
             self.note_missing(process.tgid, scope, &resolved, &display, &found);
             self.attach_file(scope, id, &file, &resolved, &display, &found, python, &mut outcome);
@@ -835,17 +848,6 @@ impl Attacher {
         let _ = self.maps.sites.set(site as u32, Site::default(), 0);
         if let Some(state) = self.sites.get_mut(site) {
             state.status = Status::Failed(why);
-        }
-    }
-}
-
-/// A mapped file that may hold sites. Its failure is no one's fault: special files, or gone meanwhile.
-fn open(process: &Process, mapped: &MappedFile) -> Option<File> {
-    match process.open_mapped(mapped) {
-        Ok(file) => Some(file),
-        Err(e) => {
-            tracing::debug!(file = %mapped.path.display(), "not opened: {e}");
-            None
         }
     }
 }

@@ -310,7 +310,11 @@ pub(super) fn run(args: TraceArgs, quiet: bool) -> anyhow::Result<Verdict> {
     }
     let mut progress = Terminal::new(quiet);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let outcome = runtime.block_on(trace::run(config, &mut progress))?;
+    let mut outcome = runtime.block_on(trace::run(config, &mut progress))?;
+    if fail_on_leaks && !outcome.document.leaks_judged() {
+        let note = "--fail-on leaks had nothing to judge: fewer than three steps were seen";
+        outcome.document.notes.push(note.to_owned());
+    }
     progress.end();
     print(&outcome.document, json, all_frames)?;
     if let Some(mut file) = report {

@@ -735,6 +735,8 @@ impl Report<'_> {
             text
         } else if document.devices.is_empty() && document.offline {
             "write a dump with allocations and frees in it: --events alloc,free,launch".to_owned()
+        } else if document.devices.is_empty() && document.sites.iter().any(|site| site.attached) {
+            "trace it while it works: nothing was allocated or freed meanwhile".to_owned()
         } else if document.devices.is_empty() {
             let hint = match document.targets.first() {
                 Some(target) if !document.processes.iter().all(|process| process.ended.is_some()) => {
@@ -744,20 +746,13 @@ impl Report<'_> {
             };
             format!("see which sites can be probed at all: memscope-trace probes {hint}")
         } else if document.leaks_analysed && document.steps.is_empty() {
-            let marks: Vec<String> = document
-                .processes
-                .iter()
-                .flat_map(|process| &process.marks)
-                .take(3)
-                .map(|mark| format!("\"{}\" ({}x)", mark.text, units::count(mark.count)))
-                .collect();
+            let marks = document.marks_seen(3);
             if marks.is_empty() {
                 "mark each step of the loop, for instance with mstx.range_start(\"step start\", None) and mstx.range_end"
                     .to_owned()
             } else {
                 format!(
-                    "name the mark or range that comes once a step: --step-mark REGEX. Seen: {}",
-                    marks.join(", ")
+                    "trace longer than a step, or name the mark or range that comes once a step: --step-mark REGEX. Seen: {marks}"
                 )
             }
         } else if document.leaks_analysed

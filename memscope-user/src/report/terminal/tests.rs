@@ -113,6 +113,18 @@ fn callers_of_a_line_are_told_apart() {
     assert_eq!(frames[5], "     4.00 MiB in 4 blocks by project/train.py:10 in main", "{frames:?}");
 }
 
+#[test]
+fn a_device_on_which_nothing_happened_is_told_from_a_trace_without_memory() {
+    let mut document = document(&leak6(), Trace::default());
+    document.select(&[99], &[]);
+    let text = render(&document, false, false);
+    assert!(
+        text.contains("Note: nothing happened on device 99 (--device); there was memory on device 0"),
+        "{text}"
+    );
+    assert!(document.devices.is_empty());
+}
+
 /// A cache that has been filled.
 #[test]
 fn what_has_stopped_growing_is_no_headline() {
@@ -224,8 +236,8 @@ fn without_steps_it_says_what_could_be_one() {
     assert!(text.starts_with("Leaks not judged: no step was seen.\n"), "{text}");
     assert!(
         text.ends_with(
-            "Next: name the mark or range that comes once a step: --step-mark REGEX. Seen: \"forward\" (6x), \
-             \"backward\" (3x)\n"
+            "Next: trace longer than a step, or name the mark or range that comes once a step: --step-mark REGEX. Seen: \
+             \"forward\" (6x), \"backward\" (3x)\n"
         ),
         "{text}"
     );
