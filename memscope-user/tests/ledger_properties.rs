@@ -155,6 +155,8 @@ impl Plain {
 struct Life {
     device: Option<DeviceId>,
     class: (u32, u64),
+    /// Of the least that may have been asked for: blocks above 1 MiB come with a rest of up to that much.
+    asked_class: (u32, u64),
     op: Option<Arc<str>>,
     step: u32,
     end: End,
@@ -169,6 +171,8 @@ enum End {
     /// Its free was lost.
     Replaced,
 }
+
+const MIB: u64 = 1 << 20;
 
 /// The class of the rule's wording: four to a power of two.
 fn class(size: u64) -> (u32, u64) {
@@ -202,6 +206,10 @@ fn lives(events: &[Event]) -> BTreeMap<AllocationId, Life> {
                     let life = Life {
                         device: block.device,
                         class: class(block.size),
+                        asked_class: class(match block.size {
+                            ..=MIB => block.size,
+                            size => (size - MIB).max(MIB + 1),
+                        }),
                         op: block.op.clone(),
                         step: block.step.0,
                         end: End::Judged { at: usize::MAX, ended: 0 },
@@ -269,7 +277,9 @@ proptest! {
         let Some(process) = online.ledger.process(PID) else { return Ok(()) };
         let Some(leaks) = online.leaks.as_ref() else { panic!("asked for") };
 
-        let alike = |a: &Life, b: &Life| a.device == b.device && a.class == b.class && a.op == b.op;
+        let alike_in_size = |judged: &Life, other: &Life| {
+            judged.device == other.device && (judged.asked_class..=judged.class).contains(&other.class)
+        };
         let leaked: BTreeSet<AllocationId> = lives
             .iter()
             .filter_map(|(id, life)| match life.end {
@@ -282,9 +292,9 @@ proptest! {
                         held.max().unwrap_or(0)
                     };
                     // Where its like was never freed late, blocks of the first step tell, whatever their operator.
-                    let longest = match longest_of(&|other| other.step >= 1 && alike(life, other)) {
+                    let longest = match longest_of(&|other| other.step >= 1 && alike_in_size(life, other) && life.op == other.op) {
                         0 => longest_of(&|other| {
-                            other.step == 1 && other.device == life.device && other.class == life.class
+                            other.step == 1 && alike_in_size(life, other)
                         }),
                         longest => longest,
                     };
