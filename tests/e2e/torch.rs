@@ -313,12 +313,7 @@ fn a_trace_that_ends_before_the_loop_reports_no_ring_as_leaks() -> Result<()> {
     if !ground.is_ready() {
         return Ok(());
     }
-    let run = Run::start(
-        ground,
-        "train_leak.py",
-        &["--steps", "0", "--step-ms", "150", "--stop-file", "/nonexistent"],
-        &[],
-    )?;
+    let run = Run::start(ground, "train_leak.py", &["--steps", "0", "--step-ms", "150"], &[])?;
     run.wait_for(|line| line["event"] == "mark" && line["step"] == 8)?;
     let pid = run.target.pid();
     let tracer = Tracer::start(&["-p", &pid.to_string(), "-d", "4", "--fail-on", "leaks"])?.attached()?;
