@@ -43,7 +43,7 @@ pub struct Source {
 
 impl Source {
     pub fn of(block: &Block) -> Self {
-        let place = block.stack.as_ref().and_then(|stack| stack.place()).cloned();
+        let place = block.place().cloned();
         let op = if place.is_none() { block.op.clone() } else { None };
         Source { pool: block.pool, device: block.device, place, op }
     }

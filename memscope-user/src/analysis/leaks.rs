@@ -65,7 +65,7 @@ pub struct Like {
 
 impl Like {
     fn of(block: &Block) -> Self {
-        let place = block.stack.as_ref().and_then(|stack| stack.place()).cloned();
+        let place = block.place().cloned();
         let (class, op) = (size_class(block.size), block.op.clone());
         Like { pool: block.pool, device: block.device, class, op, place }
     }

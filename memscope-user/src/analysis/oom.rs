@@ -252,7 +252,7 @@ type Held<'a> = (Pool, Result<&'a Frame, Option<&'a Name>>);
 fn holders(process: &Process, device: Option<DeviceId>) -> (Vec<Holder>, OtherHolders) {
     let mut by_line: FxHashMap<Held<'_>, (Count, u64)> = FxHashMap::default();
     for block in blocks(process, device) {
-        let place = block.stack.as_ref().and_then(|stack| stack.place()).ok_or(block.op.as_ref());
+        let place = block.place().ok_or(block.op.as_ref());
         let (count, largest) = by_line.entry((block.pool, place)).or_default();
         count.add(block.size);
         *largest = block.size.max(*largest);

@@ -4,7 +4,9 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use rustc_hash::FxHashMap;
 
-use super::{AllocationId, DeviceId, DevicePtr, Module, Name, Nanos, PageType, Pool, Stack, StepId, Tid};
+use super::{
+    AllocationId, DeviceId, DevicePtr, Frame, Module, Name, Nanos, PageType, Pool, Stack, StepId, Tid,
+};
 
 /// One allocation of a pool, from its allocation to its free.
 #[derive(Debug, Clone, PartialEq)]
@@ -46,6 +48,11 @@ pub struct Driver {
 }
 
 impl Block {
+    /// The line of the program that wanted it, where that is known.
+    pub fn place(&self) -> Option<&Frame> {
+        self.stack.as_ref()?.place()
+    }
+
     /// Whether freeing this block is up to the program, or to the framework on its behalf.
     pub fn belongs_to_program(&self) -> bool {
         self.segment_of.is_none() && self.driver.is_none_or(|driver| driver.module.belongs_to_program())

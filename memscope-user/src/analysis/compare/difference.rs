@@ -421,7 +421,7 @@ impl Profiler {
     }
 
     fn group(&mut self, memory: u32, block: &Block) -> u32 {
-        let place = block.stack.as_ref().and_then(|stack| stack.place());
+        let place = block.place();
         let like = |size| (memory, (Like { pool: block.pool, op: block.op.clone(), size }, place.cloned()));
         let next = self.groups.len() as u32;
         let exact = like(Some(block.size));
