@@ -7,7 +7,7 @@
 
 /// Changes whenever a layout below changes. The object embedded in the tool always matches; the number is
 /// there for recorded streams.
-pub const WIRE_VERSION: u32 = 4;
+pub const WIRE_VERSION: u32 = 5;
 
 /// Sites that can be attached at one time.
 pub const MAX_SITES: u32 = 4096;
@@ -36,6 +36,18 @@ pub const MAX_DEPTH: usize = 128;
 pub const MAX_WALKERS: u32 = 2048;
 /// Stacks that are known to have been sent; the ones not seen for longest are sent again.
 pub const MAX_SENT: u32 = 65536;
+
+/// Code objects that are known to have been copied; the ones not seen for longest are copied again.
+pub const MAX_COPIED: u32 = 65536;
+/// Code objects that are copied for one new stack at most, innermost first. The others are for the next stack with them,
+/// or for the collector to read.
+pub const MAX_COPIES: usize = 16;
+/// Bytes of a [`Piece`]: of a code object or one of its names, and of its table of lines. With its head and the ring
+/// buffer's own, whole cache lines.
+pub const TEXT_LEN: usize = 472;
+pub const TABLE_LEN: usize = 2008;
+/// Pieces of a table of lines that are copied at most. What is longer is left to the collector.
+pub const TABLE_PIECES: u32 = 4;
 
 /// Bytes of a page of [`Slice`]: a read of one lies inside of one page, whatever the kernel's are.
 pub const PAGE_LEN: usize = 4096;
@@ -143,6 +155,8 @@ pub mod kind {
     pub const ARGUMENTS: u16 = 10;
     /// [`Slice`] or [`Chain`]: the native stack of the same thread's next record.
     pub const NATIVE: u16 = 11;
+    /// [`PieceHead`] and its bytes: memory that the same thread's next STACK record refers to.
+    pub const PIECE: u16 = 12;
 }
 
 /// Completeness flags of a record.
@@ -318,7 +332,11 @@ pub struct Interpreter {
     /// In a code object: the pointers that tell it from others at the same address; and their bytes (24 or 32).
     pub identity: u16,
     pub identity_bytes: u16,
-    pub reserved: u32,
+    /// Bytes of a code object that are needed.
+    pub code_bytes: u16,
+    /// In a text: its characters, when all are ASCII, and when not.
+    pub ascii: u8,
+    pub other: u8,
 }
 
 pub const NO_OFFSET: u16 = u16::MAX;
@@ -356,6 +374,24 @@ pub struct Stack {
     pub frames: [RawFrame; MAX_DEPTH],
 }
 
+/// Begin of a PIECE record; `len` bytes follow. A piece of the process's memory: of a code object that no stack has had yet,
+/// of its names and its table of lines. By the time that the collector looks for them, they may be gone.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PieceHead {
+    pub header: Header,
+    pub address: u64,
+    pub len: u64,
+}
+
+/// A PIECE record of up to `LEN` bytes.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece<const LEN: usize> {
+    pub head: PieceHead,
+    pub bytes: [u8; LEN],
+}
+
 /// What is kept of a thread: room to work in, as a program's own stack has 512 bytes. An element of `THREADS`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -363,6 +399,10 @@ pub struct Thread {
     /// Until when (CLOCK_MONOTONIC, ns) the stacks taken so far are its share.
     pub paid_until: u64,
     pub identity: [u64; 4],
+    /// Frames of the stack whose code is to be copied.
+    pub copies: [u32; MAX_COPIES],
+    pub count: u32,
+    pub reserved: u32,
     /// A frame; the last element is there for reads that begin near its end.
     pub frame: [u64; FRAME_BYTES / 8 + 1],
     pub stack: Stack,
@@ -547,7 +587,7 @@ pub unsafe trait Plain: Copy + 'static {
 wire! {
     Site = 16, Counters = 48, Header = 24, Enter = 56, Return = 88, Name = 176, Mark = 368, Report = 88,
     InFlight = 40, InFlightKey = 16, ApiCall = 32, Interpreter = 72, RawFrame = 24, StackHead = 40,
-    Stack = 40 + 24 * MAX_DEPTH, Thread = 8 + 32 + FRAME_BYTES + 8 + 40 + 24 * MAX_DEPTH, Tensor = 48,
+    Stack = 40 + 24 * MAX_DEPTH, Thread = 8 + 32 + 4 * MAX_COPIES + 8 + FRAME_BYTES + 8 + 40 + 24 * MAX_DEPTH, Tensor = 48,
     Arguments = 288, NativeConfig = 24, Caller = 16, Callers = 8 + 16 * MAX_CALLERS, NativeHead = 232,
-    Slice = 232 + PAGE_LEN * SLICE_PAGES, FrameRecord = 16, Chain = 232 + 16 * MAX_DEPTH,
+    PieceHead = 40, Slice = 232 + PAGE_LEN * SLICE_PAGES, FrameRecord = 16, Chain = 232 + 16 * MAX_DEPTH,
 }

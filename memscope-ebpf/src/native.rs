@@ -45,6 +45,8 @@ impl Place {
 #[inline(always)]
 pub fn capture(hit: &Hit, place: Option<Place>, bytes: u64) -> (u64, u16) {
     let Some(config) = NATIVE.get(0) else { return (no_stack::NOT_WANTED, NOT_WANTED) };
+    // First: the verifier follows what comes next for each reason of what came before, and this is the longer of the two.
+    let python = if config.python != 0 { stack::capture(hit) } else { no_stack::NOT_WANTED };
     let flags = if bytes < config.pool_bytes {
         native::SMALL
     } else {
@@ -56,7 +58,6 @@ pub fn capture(hit: &Hit, place: Option<Place>, bytes: u64) -> (u64, u16) {
             None => native::UNREADABLE,
         }
     };
-    let python = if config.python != 0 { stack::capture(hit) } else { no_stack::NOT_WANTED };
     (python, flags)
 }
 
@@ -85,9 +86,22 @@ unsafe fn write_head(head: *mut NativeHead, hit: &Hit, place: &Place) {
         (*head).sp = place.sp;
         (*head).saved = place.saved;
         match CALLERS.get_ptr(hit.pid_tgid) {
-            Some(callers) => (*head).callers = *callers,
+            Some(callers) => copy_callers(&raw mut (*head).callers, callers),
             None => (*head).callers.count = 0,
         }
+    }
+}
+
+/// Word by word: for a copy as a whole LLVM calls a function (what that does to old kernels: see `report::read`).
+///
+/// # Safety
+/// `to` is valid for writes, `from` for reads.
+#[inline(always)]
+unsafe fn copy_callers(to: *mut Callers, from: *const Callers) {
+    const WORDS: usize = size_of::<Callers>() / size_of::<u64>();
+    for n in 0..WORDS {
+        // SAFETY: the caller's promise; `n` is in bounds.
+        unsafe { to.cast::<u64>().add(n).write_volatile(from.cast::<u64>().add(n).read()) };
     }
 }
 

@@ -7,7 +7,7 @@
 use core::ffi::c_void;
 
 use aya_ebpf::{
-    bindings::BPF_RB_FORCE_WAKEUP,
+    bindings::{BPF_RB_FORCE_WAKEUP, BPF_RB_NO_WAKEUP},
     helpers::generated::{
         bpf_get_current_task, bpf_ktime_get_ns, bpf_probe_read_kernel, bpf_probe_read_user,
         bpf_ringbuf_output,
@@ -16,13 +16,14 @@ use aya_ebpf::{
     maps::{Array, HashMap, LruHashMap},
 };
 use memscope_ebpf::{
-    Interpreter, MAX_DEPTH, MAX_SENT, MAX_TARGETS, MAX_THREADS, MAX_WALKERS, NO_OFFSET, RawFrame, StackHead,
-    Thread, flags, identity, kind, mix, no_stack,
+    Interpreter, MAX_COPIED, MAX_COPIES, MAX_DEPTH, MAX_SENT, MAX_TARGETS, MAX_THREADS, MAX_WALKERS,
+    NO_OFFSET, Piece, PieceHead, RawFrame, StackHead, TABLE_LEN, TABLE_PIECES, TEXT_LEN, Thread, flags,
+    identity, kind, mix, no_stack,
 };
 
 use crate::{
-    site::{Hit, RECORDS},
-    user::{read_into, read_u64},
+    site::{Hit, RECORDS, reserve},
+    user::{read_bytes, read_into, read_u64},
 };
 
 const _: () = assert!(MAX_DEPTH.is_power_of_two());
@@ -37,6 +38,9 @@ static THREADS: HashMap<u64, Thread> = HashMap::with_max_entries(MAX_WALKERS, 0)
 /// A thread of which nothing is known yet: too large to be made on a program's own stack.
 #[map]
 static BLANK: Array<Thread> = Array::with_max_entries(1, 0);
+/// Code objects whose names have been sent.
+#[map]
+static COPIED: LruHashMap<u64, u8> = LruHashMap::with_max_entries(MAX_COPIED, 0);
 #[map]
 static SENT: LruHashMap<u64, u8> = LruHashMap::with_max_entries(MAX_SENT, 0);
 
@@ -71,6 +75,7 @@ fn try_capture(hit: &Hit) -> Result<u64, u64> {
     let id = walk(interpreter, thread, frame, mix(interpreter.salt, via as u64));
     // SAFETY: the value is not read.
     if unsafe { SENT.get(&id) }.is_none() {
+        copy_codes(hit, interpreter, thread);
         send(hit, thread, id, via)?;
         let _ = SENT.insert(&id, &1, 0);
     }
@@ -206,6 +211,131 @@ unsafe fn code_identity(interpreter: &Interpreter, thread: *mut Thread, code: u6
         };
         if known { identity(words.read()) } else { 0 }
     }
+}
+
+/// Sends what names the frames of `thread.stack`: each code object that is new, its two names and its table of lines.
+/// What can not be read, has no room or is too long is left to the collector.
+///
+/// In two loops: the verifier follows the second one's body for each of its turns, and the first has as many as frames.
+#[inline(always)]
+fn copy_codes(hit: &Hit, interpreter: &Interpreter, thread: *mut Thread) {
+    // SAFETY: the entry is this thread's own; masks keep indices in bounds.
+    unsafe {
+        let frames = (&raw const (*thread).stack.frames).cast::<RawFrame>();
+        let copies = (&raw mut (*thread).copies).cast::<u32>();
+        // In memory: the verifier would follow each pair of values of two counters.
+        let count = &raw mut (*thread).count;
+        count.write_volatile(0);
+        for n in 0..MAX_DEPTH as u32 {
+            if n >= (&raw const (*thread).stack.head.frames).read_volatile() {
+                break;
+            }
+            let key = key_of_copy(interpreter, frames.add(n as usize));
+            let found = count.read_volatile();
+            if found >= MAX_COPIES as u32 {
+                break;
+            }
+            copies.add(found as usize & (MAX_COPIES - 1)).write_volatile(n);
+            if COPIED.get(&key).is_none() {
+                count.write_volatile(found + 1);
+            }
+        }
+        for n in 0..MAX_COPIES as u32 {
+            if n >= count.read_volatile() || hit.is_ring_half_full() {
+                break;
+            }
+            let frame = frames.add(copies.add(n as usize).read_volatile() as usize & (MAX_DEPTH - 1));
+            let raw = frame.read();
+            if copy_code(hit, interpreter, thread, raw) {
+                let _ = COPIED.insert(&key_of_copy(interpreter, frame), &1, 0);
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn key_of_copy(interpreter: &Interpreter, frame: *const RawFrame) -> u64 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        mix(
+            mix(
+                (&raw const interpreter.salt).read_volatile(),
+                (&raw const (*frame).code).read_volatile() & !7,
+            ),
+            (&raw const (*frame).identity).read_volatile(),
+        )
+    }
+}
+
+#[inline(always)]
+fn copy_code(hit: &Hit, interpreter: &Interpreter, thread: *mut Thread, raw: RawFrame) -> bool {
+    let code = raw.code & !7;
+    // SAFETY: the entry is this thread's own; masks keep indices in bounds.
+    unsafe {
+        if code_identity(interpreter, thread, code) != raw.identity {
+            return false;
+        }
+        let last = interpreter.identity_bytes as usize / 8 - 1;
+        let pointer = |n: usize| (&raw const (*thread).identity).cast::<u64>().add(n & 3).read_volatile();
+        send_piece::<TEXT_LEN>(hit, code, interpreter.code_bytes as u64)
+            && send_text(hit, interpreter, pointer(last - 1))
+            && send_text(hit, interpreter, pointer(0))
+            && send_table(hit, pointer(last))
+    }
+}
+
+#[inline(always)]
+fn send_text(hit: &Hit, interpreter: &Interpreter, address: u64) -> bool {
+    const ASCII: u64 = 1 << 6;
+    match (read_u64(address.wrapping_add(16)), read_u64(address.wrapping_add(32))) {
+        (Some(length), Some(state)) => {
+            let at = if state & ASCII != 0 { interpreter.ascii } else { interpreter.other };
+            send_piece::<TEXT_LEN>(hit, address, at as u64 + length.min(TEXT_LEN as u64) * (state >> 2 & 7))
+        }
+        _ => false,
+    }
+}
+
+#[inline(always)]
+fn send_table(hit: &Hit, address: u64) -> bool {
+    let Some(length) = read_u64(address.wrapping_add(16)) else { return false };
+    let mut left = length.saturating_add(32);
+    let mut at = address;
+    for _ in 0..TABLE_PIECES {
+        let len = left.min(TABLE_LEN as u64);
+        if !send_piece::<TABLE_LEN>(hit, at, len) {
+            return false;
+        }
+        at = at.wrapping_add(len);
+        left -= len;
+        if left == 0 {
+            break;
+        }
+    }
+    true
+}
+
+/// `true` also when it is too long to be sent.
+#[inline(always)]
+fn send_piece<const LEN: usize>(hit: &Hit, address: u64, len: u64) -> bool {
+    if len > LEN as u64 {
+        return true;
+    }
+    let Some(mut entry) = reserve::<Piece<LEN>>() else { return false };
+    let piece = entry.as_mut_ptr();
+    // SAFETY: the entry is as large as the record, and the length is checked where it is read.
+    let is_read = unsafe {
+        (*piece).head = PieceHead { header: hit.header(kind::PIECE, 0), address, len };
+        // Read back so that it is compared here, where the verifier of 5.10 has not forgotten the outcome yet.
+        let len = (&raw const (*piece).head.len).read_volatile();
+        read_bytes::<LEN>((&raw mut (*piece).bytes).cast(), address, len as usize)
+    };
+    if is_read {
+        entry.submit(BPF_RB_NO_WAKEUP as u64);
+    } else {
+        entry.discard(BPF_RB_NO_WAKEUP as u64);
+    }
+    is_read
 }
 
 #[inline(always)]

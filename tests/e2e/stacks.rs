@@ -63,6 +63,16 @@ fn program(python: &Python, file: &Path, gate: &Path) -> Command {
 
 /// The truth and the trace of one run of `stacks.py`.
 fn run(python: &Python, options: &[&str]) -> Result<(Vec<Value>, Traced, u32)> {
+    run_with(python, options, |_| {}, |_| {})
+}
+
+/// The same; with what is done to the attached tracer before the program allocates, and after the program's end.
+fn run_with(
+    python: &Python,
+    options: &[&str],
+    before: impl Fn(&Tracer),
+    after: impl Fn(&Tracer),
+) -> Result<(Vec<Value>, Traced, u32)> {
     let dir = tempfile::tempdir()?;
     let (file, gate) = (dir.path().join("truth.jsonl"), dir.path().join("go"));
     let command = program(python, &file, &gate);
@@ -77,8 +87,10 @@ fn run(python: &Python, options: &[&str]) -> Result<(Vec<Value>, Traced, u32)> {
     }
     let pid_text = pid.to_string();
     let tracer = Tracer::start(&[&["-p", pid_text.as_str()], options].concat())?.attached()?;
+    before(&tracer);
     std::fs::write(&gate, "")?;
     let (status, _, errors) = target.finish()?;
+    after(&tracer);
     ensure!(status.success(), "{}: {status}: {errors}", python.version);
     Ok((truth(&file)?, tracer.finish()?, pid))
 }
@@ -154,6 +166,23 @@ fn stacks_are_there_from_the_first_instruction() -> Result<()> {
     let ready = lines.iter().find(|line| line["event"] == "ready").context("it did not run")?;
     let pid = ready["pid"].as_u64().context("no pid")? as u32;
     assert_equal(&python, &lines, &dumped(&traced, pid)?)
+}
+
+/// Names are there also when the program is not any more: the tracer sees nothing of it before it has ended.
+#[test]
+fn stacks_of_a_program_that_has_ended_have_their_names() -> Result<()> {
+    if !GROUND.is_ready() {
+        return Ok(());
+    }
+    let all = interpreters();
+    for python in [all.first(), all.last()].into_iter().flatten() {
+        let options = ["--call-stack", "python:128"];
+        let signal = |signal| move |tracer: &Tracer| tracer.signal(signal);
+        let (lines, traced, pid) = run_with(python, &options, signal(libc::SIGSTOP), signal(libc::SIGCONT))?;
+        assert_eq!(traced.report()?.0["targets"][0]["stacks"]["gone_frames"], 0, "{}", python.version);
+        assert_equal(python, &lines, &dumped(&traced, pid)?)?;
+    }
+    Ok(())
 }
 
 /// On kernels that do not describe their structures, and through a program for each site as on 5.10.

@@ -45,8 +45,10 @@ pub fn prog_load(
     instructions: &[bpf_insn],
     name: &str,
 ) -> Result<OwnedFd, (io::Error, String)> {
-    let mut log = Vec::new();
-    let load = |log: &mut Vec<u8>| {
+    const STATISTICS: u32 = 4;
+    const STEPS: u32 = 1;
+    let mut log = vec![0; 8 * 1024];
+    let load = |log: &mut Vec<u8>, level: u32| {
         let mut attr = empty_attr();
         // SAFETY: BPF_PROG_LOAD reads this member of the union.
         let a = unsafe { &mut attr.__bindgen_anon_3 };
@@ -58,23 +60,27 @@ pub fn prog_load(
         for (to, from) in a.prog_name.iter_mut().zip(name.bytes().take(15)) {
             *to = from as _;
         }
-        if !log.is_empty() {
-            a.log_level = 1;
-            a.log_buf = log.as_mut_ptr() as u64;
-            a.log_size = log.len() as u32;
-        }
+        a.log_level = level;
+        a.log_buf = log.as_mut_ptr() as u64;
+        a.log_size = log.len() as u32;
         bpf_fd(bpf_cmd::BPF_PROG_LOAD, &mut attr)
     };
-    load(&mut log).or_else(|first| {
-        if first.raw_os_error() == Some(libc::EPERM) {
-            return Err((first, String::new()));
+    match load(&mut log, STATISTICS) {
+        Ok(program) => {
+            tracing::debug!("{name}: {}", text(&log).trim().replace('\n', ", "));
+            Ok(program)
         }
-        log.resize(256 * 1024, 0);
-        load(&mut log).map_err(|_| {
-            let text = CStr::from_bytes_until_nul(&log).map(|l| l.to_string_lossy().into_owned());
-            (first, text.unwrap_or_default())
-        })
-    })
+        Err(first) if first.raw_os_error() == Some(libc::EPERM) => Err((first, String::new())),
+        Err(first) => {
+            // The reason comes last, and kernels before 6.4 cut the end off.
+            log.resize(16 * 1024 * 1024 - 1, 0);
+            load(&mut log, STEPS).map_err(|_| (first, text(&log)))
+        }
+    }
+}
+
+fn text(log: &[u8]) -> String {
+    CStr::from_bytes_until_nul(log).map(|text| text.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
 /// Attaches a program to many offsets of one file with one link.

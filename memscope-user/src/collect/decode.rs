@@ -206,6 +206,10 @@ impl Decoder {
                 self.malformed += u64::from(self.stacks.learn_native(bytes).is_none());
                 return None;
             }
+            kind::PIECE => {
+                self.malformed += u64::from(self.stacks.learn_piece(bytes).is_none());
+                return None;
+            }
             kind::STACK => {
                 self.malformed += u64::from(self.stacks.learn(bytes).is_none());
                 return None;

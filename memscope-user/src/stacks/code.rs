@@ -1,13 +1,13 @@
 //! Code objects: what a frame's function is called, and where its lines are.
 //!
-//! They are read while the program runs on. One that was freed meanwhile must not lend its name to another: its type,
+//! They are read from what the BPF programs have copied, else while the program runs on. One that was freed meanwhile must not lend its name to another: its type,
 //! its reference count and the identity that the BPF program saw are checked before and after its texts are read.
 
 use memscope_ebpf::identity;
 
 use super::{
     lines::line,
-    memory::{Memory, half_at, word_at},
+    memory::{Read, half_at, word_at},
     offsets::{InCode, InStr, Offsets, Position},
 };
 use crate::{model::Name, text::sanitize};
@@ -51,7 +51,13 @@ pub enum At {
 
 impl Code {
     /// Reads the code object at `address`; `None` when it is not the one with this identity any more.
-    pub fn read(memory: Memory, offsets: &Offsets, types: &Types, address: u64, wanted: u64) -> Option<Self> {
+    pub fn read(
+        memory: &impl Read,
+        offsets: &Offsets,
+        types: &Types,
+        address: u64,
+        wanted: u64,
+    ) -> Option<Self> {
         let format = offsets.in_code;
         let object = object(memory, &format, address)?;
         if wanted == 0 || !is_valid(&object, &format, types, wanted) {
@@ -99,7 +105,7 @@ impl Code {
     }
 }
 
-fn object(memory: Memory, format: &InCode, address: u64) -> Option<Vec<u8>> {
+fn object(memory: &impl Read, format: &InCode, address: u64) -> Option<Vec<u8>> {
     let mut object = vec![0; format.bytes.into()];
     memory.read(address, &mut object)?;
     Some(object)
@@ -124,7 +130,7 @@ fn identity_of(object: &[u8], format: &InCode) -> Option<u64> {
 }
 
 /// A `str`: Latin-1, UCS-2 or UCS-4 behind its head.
-fn text(memory: Memory, format: &InStr, types: &Types, address: u64) -> Option<Name> {
+fn text(memory: &impl Read, format: &InStr, types: &Types, address: u64) -> Option<Name> {
     const COMPACT: u32 = 1 << 5;
     const ASCII: u32 = 1 << 6;
     let head: [u8; 40] = memory.bytes(address)?;
@@ -156,7 +162,7 @@ fn text(memory: Memory, format: &InStr, types: &Types, address: u64) -> Option<N
 }
 
 /// The content of a `bytes` object.
-fn table(memory: Memory, types: &Types, address: u64) -> Option<Vec<u8>> {
+fn table(memory: &impl Read, types: &Types, address: u64) -> Option<Vec<u8>> {
     let head: [u8; 24] = memory.bytes(address)?;
     let length = word_at(&head, 16)?;
     if !is_alive(&head, types.bytes) || length > TABLE_MOST {
@@ -176,7 +182,7 @@ mod fuzzing;
 #[cfg(test)]
 mod tests {
     use super::{fuzzing::*, *};
-    use crate::{model::Tgid, probes::elf::Arch};
+    use crate::{model::Tgid, probes::elf::Arch, stacks::memory::Memory};
 
     const TYPES: Types = Types { code: 0xc0de, text: 0x7e47, bytes: 0xb17e };
 
@@ -256,7 +262,7 @@ mod tests {
     fn texts_are_read_from_memory() {
         for offsets in versions() {
             let (_objects, address, identity) = function(&offsets, "Model.forward", &[]);
-            let read = |identity| Code::read(own_memory(), &offsets, &TYPES, address, identity);
+            let read = |identity| Code::read(&own_memory(), &offsets, &TYPES, address, identity);
             let code = read(identity).expect("it is there");
             assert_eq!((&*code.function, &*code.file), ("Model.forward", "/\u{2d4e}"));
             assert!(read(identity + 1).is_none(), "another one by now");
@@ -291,7 +297,7 @@ mod tests {
             let format = offsets.in_code;
             let start = (address - objects.address(0)) as usize;
             let now = identity_of(&objects.memory[start..], &format).unwrap_or(identity);
-            if let Some(code) = Code::read(own_memory(), offsets, &TYPES, address, now) {
+            if let Some(code) = Code::read(&own_memory(), offsets, &TYPES, address, now) {
                 assert!(code.function.len() <= 4 * 8 * TEXT_MOST as usize);
                 let _ = code.at(random.next() >> random.below(64), random.one_in(2));
                 let _ = code.at(code.instructions + random.below(1 << 12) as u64, random.one_in(2));

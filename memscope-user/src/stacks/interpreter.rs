@@ -4,7 +4,7 @@ use memscope_ebpf::{self as wire, RawFrame};
 
 use super::{
     code::{Types, is_alive},
-    memory::{Memory, half_at, word_at},
+    memory::{Memory, Read, half_at, word_at},
     offsets::{OWNED_BY_C, Offsets, Position},
 };
 use crate::{
@@ -156,6 +156,9 @@ impl Interpreter {
             owner_mask: if offsets.in_frame.owner.is_some() { 7 } else { 0 },
             identity: offsets.in_code.filename,
             identity_bytes: offsets.in_code.identity_bytes,
+            code_bytes: offsets.in_code.bytes,
+            ascii: offsets.in_str.ascii,
+            other: offsets.in_str.other,
             ..wire::Interpreter::default()
         }
     }

@@ -1,7 +1,7 @@
 //! Stacks of allocations, Python's and native ones: which interpreter a process has, and what its frames are called.
 //!
-//! The BPF programs walk Python's frames and send each stack once, as addresses. Here they get names. The names are read
-//! from the process while it runs on, once for each code object.
+//! The BPF programs walk Python's frames and send each stack once, as addresses, and before it copies of the code objects
+//! that are new in it. Here they get names: from the copies, else from the process while it runs on.
 
 mod code;
 mod interpreter;
@@ -13,23 +13,25 @@ mod origin;
 
 use std::sync::Arc;
 
-use memscope_ebpf::{Header, Plain, RawFrame, StackHead, flags, no_stack};
+use memscope_ebpf::{Header, PieceHead, Plain, RawFrame, StackHead, flags, no_stack};
 use rustc_hash::FxHashMap;
 
 pub use interpreter::{Found, Interpreter, Refusal, robust_list};
 pub use native::{NativeTally, Natives, demangled};
 pub use origin::Origins;
 
-use crate::model::{Frame, Name, Origin, Stack, Tgid, Whose};
+use crate::model::{Frame, Name, Origin, Stack, Tgid, Tid, Whose};
 use code::{At, Code};
 use interpreter::code_and_owner;
-use memory::Memory;
+use memory::{Copied, Memory};
 use offsets::{OWNED_BY_C, OWNED_BY_GENERATOR};
 
 /// Stacks kept of a process. One that has more gets no more: it makes up code as it goes.
 const MOST_STACKS: usize = 1 << 16;
 /// Code objects kept of a process.
 const MOST_CODES: usize = 1 << 16;
+/// Threads with pieces that wait for their stack. It comes at once, unless it is lost.
+const MOST_WAITING: usize = 64;
 
 /// What a frame is called whose code could not be read in time.
 const GONE: &str = "<code gone>";
@@ -113,6 +115,8 @@ fn in_order(without: &FxHashMap<Reason, u64>) -> Vec<(Reason, u64)> {
 pub struct Stacks {
     processes: FxHashMap<Tgid, Known>,
     tallies: FxHashMap<Tgid, Tally>,
+    /// What was copied for a thread's next stack.
+    copied: FxHashMap<Tid, Copied>,
     /// `None` when they are not wanted.
     pub native: Option<Natives>,
 }
@@ -152,6 +156,18 @@ impl Stacks {
         self.tallies.get(&tgid)
     }
 
+    /// Takes a PIECE record; `None` when it is malformed.
+    pub fn learn_piece(&mut self, bytes: &[u8]) -> Option<()> {
+        let head = PieceHead::read(bytes)?;
+        let tid = Tid(head.header.tid);
+        let piece = bytes.get(size_of::<PieceHead>()..)?.get(..usize::try_from(head.len).ok()?)?;
+        if self.copied.len() >= MOST_WAITING && !self.copied.contains_key(&tid) {
+            self.copied.clear();
+        }
+        self.copied.entry(tid).or_default().add(head.address, piece);
+        Some(())
+    }
+
     /// Takes a STACK record; `None` when it is malformed.
     pub fn learn(&mut self, bytes: &[u8]) -> Option<()> {
         let head = StackHead::read(bytes)?;
@@ -162,13 +178,14 @@ impl Stacks {
             .collect();
         let frames = frames.get(..head.frames as usize)?;
         let tgid = Tgid(head.header.tgid);
+        let copied = self.copied.remove(&Tid(head.header.tid)).unwrap_or_default();
         // Its process has ended since, or runs another program.
         let Some(known) = self.processes.get_mut(&tgid) else { return Some(()) };
         if known.stacks.len() >= MOST_STACKS && !known.stacks.contains_key(&head.id) {
             return Some(());
         }
         let whose = if head.header.flags & flags::VIA != 0 { Whose::Via } else { Whose::Own };
-        let (stack, gone) = known.resolve(Memory(tgid), frames, whose, head.more != 0);
+        let (stack, gone) = known.resolve(&copied, Memory(tgid), frames, whose, head.more != 0);
         known.stacks.insert(head.id, stack);
         self.tallies.entry(tgid).or_default().gone_frames += gone;
         Some(())
@@ -223,6 +240,7 @@ impl Known {
     /// Names the frames of a stack; with the number of those whose code is gone.
     fn resolve(
         &mut self,
+        copied: &Copied,
         memory: Memory,
         raw: &[RawFrame],
         whose: Whose,
@@ -235,7 +253,7 @@ impl Known {
             if owner >= OWNED_BY_C {
                 continue;
             }
-            match self.code(memory, address, raw.identity) {
+            match self.code(copied, memory, address, raw.identity) {
                 Some(code) => match code.at(raw.instruction, owner == OWNED_BY_GENERATOR) {
                     At::NotBegun => {}
                     At::Line(line) => {
@@ -260,12 +278,13 @@ impl Known {
         (stack, gone)
     }
 
-    fn code(&mut self, memory: Memory, address: u64, identity: u64) -> Option<Arc<Code>> {
+    fn code(&mut self, copied: &Copied, memory: Memory, address: u64, identity: u64) -> Option<Arc<Code>> {
         if let Some(code) = self.codes.get(&(address, identity)) {
             return Some(code.clone());
         }
-        let interpreter = &self.interpreter;
-        let code = Code::read(memory, &interpreter.offsets, &interpreter.types, address, identity)?;
+        let Interpreter { offsets, types, .. } = &self.interpreter;
+        let code = Code::read(copied, offsets, types, address, identity)
+            .or_else(|| Code::read(&memory, offsets, types, address, identity))?;
         let code = Arc::new(code);
         if self.codes.len() < MOST_CODES {
             self.codes.insert((address, identity), code.clone());

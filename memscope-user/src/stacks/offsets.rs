@@ -82,8 +82,8 @@ pub enum LineFormat {
 /// In a `str`; its length is at 16, its state at 32 in all versions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InStr {
-    pub ascii: u16,
-    pub other: u16,
+    pub ascii: u8,
+    pub other: u8,
 }
 
 /// Owners of a frame, in the low bits of [`memscope_ebpf::RawFrame::code`].
