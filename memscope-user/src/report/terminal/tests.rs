@@ -1,9 +1,13 @@
+use super::leaks::{GROUPS_SHOWN, step_list};
+use super::memory::{HOLDERS_SHOWN, free_space, reserve};
 use super::*;
 use crate::analysis::Online;
 use crate::analysis::inefficient::{Config, Rules};
+use crate::analysis::reserve::Point;
 use crate::model::testing::{MAIN, MIB, Script, leak6};
 use crate::model::{Alloc, DevicePtr, Event, EventKind, FreeSpace, Module, StepRule, StepsFrom, Whose};
-use crate::report::document::{Dump, Events, Site, Trace};
+use crate::model::{Pool, StepId};
+use crate::report::document::{Dump, Events, FreeFacts, ReserveFacts, Site, Trace};
 
 fn document(events: &[Event], trace: Trace) -> Document {
     let mut online = Online::new(StepRule::default(), true);
