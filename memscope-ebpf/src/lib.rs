@@ -143,7 +143,7 @@ pub mod kind {
     pub const MARK: u16 = 4;
     /// [`Report`](super::Report): a structure that an argument points to.
     pub const REPORT: u16 = 5;
-    /// [`Header`](super::Header) only: `exec` of an observed process.
+    /// [`Header`](super::Header) only: `exec` of a process.
     pub const EXEC: u16 = 6;
     /// [`Header`](super::Header) only: the dynamic linker has mapped or unmapped libraries.
     pub const MAPPED: u16 = 7;
@@ -423,6 +423,16 @@ pub struct NativeConfig {
     pub python: u32,
 }
 
+/// What is to be told of processes as such. The one element of the map `PROCESSES`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ProcessConfig {
+    /// From a `task_struct` to its exit code; 0: not known.
+    pub exit_code: u32,
+    /// Not 0: `exec` of every process is told, not of those alone that are observed.
+    pub every_exec: u32,
+}
+
 /// A call that returns through a return probe: the probe's trampoline has taken the place of its return address.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -588,6 +598,6 @@ wire! {
     Site = 16, Counters = 48, Header = 24, Enter = 56, Return = 88, Name = 176, Mark = 368, Report = 88,
     InFlight = 40, InFlightKey = 16, ApiCall = 32, Interpreter = 72, RawFrame = 24, StackHead = 40,
     Stack = 40 + 24 * MAX_DEPTH, Thread = 8 + 32 + 4 * MAX_COPIES + 8 + FRAME_BYTES + 8 + 40 + 24 * MAX_DEPTH, Tensor = 48,
-    Arguments = 288, NativeConfig = 24, Caller = 16, Callers = 8 + 16 * MAX_CALLERS, NativeHead = 232,
+    Arguments = 288, NativeConfig = 24, ProcessConfig = 8, Caller = 16, Callers = 8 + 16 * MAX_CALLERS, NativeHead = 232,
     PieceHead = 40, Slice = 232 + PAGE_LEN * SLICE_PAGES, FrameRecord = 16, Chain = 232 + 16 * MAX_DEPTH,
 }

@@ -2,36 +2,79 @@
 
 use core::ffi::c_void;
 
-use aya_ebpf::helpers::{bpf_get_current_pid_tgid, bpf_ktime_get_ns};
-use memscope_ebpf::{Header, kind, verdict};
+use aya_ebpf::{
+    bindings::BPF_F_NO_PREALLOC,
+    helpers::{
+        bpf_get_current_pid_tgid, bpf_get_current_task,
+        generated::{bpf_ktime_get_ns, bpf_probe_read_kernel},
+    },
+    macros::map,
+    maps::{Array, HashMap},
+};
+use memscope_ebpf::{Header, MAX_TARGETS, ProcessConfig, kind, verdict};
 
 use crate::{
     site::{Hit, TARGETS, notify},
     stack::INTERPRETERS,
 };
 
+#[map]
+static PROCESSES: Array<ProcessConfig> = Array::with_max_entries(1, 0);
+/// What `wait` will say of a process: the exit code of its thread that ended last.
+#[map]
+static ENDINGS: HashMap<u32, u32> = HashMap::with_max_entries(MAX_TARGETS, BPF_F_NO_PREALLOC);
+
 /// The dynamic linker has mapped or unmapped libraries (`_dl_debug_state`, which exists for debuggers).
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "uprobe")]
 pub extern "C" fn mapped(ctx: *mut c_void) -> u32 {
     if let Some(hit) = Hit::entry(ctx) {
-        notify(hit.header(kind::MAPPED, 0));
+        if !notify(hit.header(kind::MAPPED, 0)) {
+            hit.ring_full();
+        }
     }
     0
 }
 
-/// `exec` of an observed process: everything it held is gone, its libraries are others.
+/// `exec`: everything the process held is gone, its libraries are others, and what was of no interest may be now.
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "raw_tp/sched_process_exec")]
 pub extern "C" fn exec(_ctx: *mut c_void) -> u32 {
     let pid_tgid = bpf_get_current_pid_tgid();
     let tgid = (pid_tgid >> 32) as u32;
     let _ = INTERPRETERS.remove(&tgid);
+    let every = PROCESSES.get(0).is_some_and(|config| config.every_exec != 0);
     // SAFETY: a plain u32, which the collector writes as a whole.
-    if unsafe { TARGETS.get(&tgid) }.is_some_and(|v| *v == verdict::OBSERVE) {
+    let found = unsafe { TARGETS.get(&tgid) };
+    let observed = found.is_some_and(|v| *v == verdict::OBSERVE);
+    if found.is_some_and(|v| *v == verdict::IGNORE) {
+        let _ = TARGETS.remove(&tgid);
+    }
+    if every || observed {
         // SAFETY: a helper call without arguments.
         let time_ns = unsafe { bpf_ktime_get_ns() };
         notify(Header { time_ns, tgid, tid: pid_tgid as u32, site: u32::MAX, kind: kind::EXEC, flags: 0 });
+    }
+    0
+}
+
+/// The end of a thread of an observed process. Those of a process that is killed, or exits, all end with its code.
+#[unsafe(no_mangle)]
+#[unsafe(link_section = "raw_tp/sched_process_exit")]
+pub extern "C" fn exit(_ctx: *mut c_void) -> u32 {
+    let tgid = (bpf_get_current_pid_tgid() >> 32) as u32;
+    // SAFETY: as in `exec`.
+    if unsafe { TARGETS.get(&tgid) }.is_some_and(|v| *v == verdict::OBSERVE)
+        && let Some(config) = PROCESSES.get(0)
+        && config.exit_code != 0
+    {
+        let mut code = 0u32;
+        // SAFETY: a local u32; the kernel checks the address.
+        unsafe {
+            let task = bpf_get_current_task().wrapping_add(config.exit_code as u64);
+            bpf_probe_read_kernel((&raw mut code).cast(), 4, task as *const c_void);
+        }
+        let _ = ENDINGS.insert(&tgid, &code, 0);
     }
     0
 }

@@ -113,8 +113,7 @@ impl Hit {
     pub fn reserve<T: 'static>(&self) -> Option<RingBufEntry<T>> {
         let entry = reserve::<T>();
         if entry.is_none() {
-            // SAFETY: as in `is_sent`.
-            count(unsafe { &raw mut (*self.counters).ring_full });
+            self.ring_full();
         }
         entry
     }
@@ -134,6 +133,12 @@ impl Hit {
     #[inline(always)]
     pub fn is_ring_half_full(&self) -> bool {
         RECORDS.query(BPF_RB_AVAIL_DATA as u64) > RECORDS.query(BPF_RB_RING_SIZE as u64) / 2
+    }
+
+    #[inline(always)]
+    pub fn ring_full(&self) {
+        // SAFETY: as in `is_sent`.
+        count(unsafe { &raw mut (*self.counters).ring_full });
     }
 
     #[inline(always)]

@@ -159,6 +159,7 @@ fn programs() -> Line {
         empty: false,
         stacks: Some(StackConfig::default()),
         native_stacks: Some(NativeStackConfig::default()),
+        in_flight: None,
     };
     match Attacher::new(config) {
         Ok((attacher, _)) => match (attacher.stacks_refused(), attacher.native_stacks_refused()) {

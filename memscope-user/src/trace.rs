@@ -4,7 +4,7 @@ use std::{
     collections::{HashMap, HashSet},
     ffi::OsString,
     io,
-    os::fd::{AsFd, OwnedFd},
+    os::unix::process::ExitStatusExt,
     path::PathBuf,
     process::{Child, ExitStatus},
     time::{Duration, Instant},
@@ -12,6 +12,7 @@ use std::{
 
 use aya::maps::{MapData, RingBuf};
 use memscope_ebpf::Counters;
+use nix::sys::signal::Signal;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
 use tokio::{
@@ -24,7 +25,7 @@ use tokio::{
 use crate::{
     analysis::{Online, inefficient},
     attach::{
-        AttachError, Attached, Attacher, Mechanism, NativeStackConfig, Scope, StackConfig, Status,
+        AttachError, Attached, Attacher, Ending, Mechanism, NativeStackConfig, Scope, StackConfig, Status,
         process::{Proc, Process, ProcessError},
         spawn::{Held, SpawnError},
     },
@@ -36,7 +37,8 @@ use crate::{
     probes::catalogue::{CATALOGUE, Class, is_ascend_library},
     report::{
         document::{
-            Document, Dump, Events, NativeStackFacts, Site, StackFacts, Target as TargetFacts, Timing, Trace,
+            Document, Dump, Ended, Events, NativeStackFacts, Site, StackFacts, Target as TargetFacts, Timing,
+            Trace,
         },
         units,
     },
@@ -50,6 +52,10 @@ const SCAN: Duration = Duration::from_secs(1);
 /// How long events are held back, in processes that mark no step, until it is clear whether one begins before them: at
 /// most this old is what the dump and the status line lack.
 const HELD: Duration = Duration::from_secs(10);
+/// How long is waited for records of programs that were at work when the trace ended.
+const LAST_RECORDS: Duration = Duration::from_millis(50);
+/// Notes kept; the live display shows all.
+const MOST_NOTES: usize = 1000;
 /// Records decoded in one go before signals and timers get their turn.
 const BATCH: usize = 65536;
 
@@ -124,6 +130,8 @@ pub struct Config {
     pub stdout_is_taken: bool,
     /// Attaches programs that do nothing (see [`crate::attach::Config::empty`]).
     pub empty: bool,
+    /// Room for calls between entry and return (see [`crate::attach::Config::in_flight`]).
+    pub in_flight: Option<u32>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -168,8 +176,7 @@ struct Target {
     /// The longest time between its having Ascend libraries and their being probed, where it began, or loaded them,
     /// during the trace.
     late: Option<Duration>,
-    /// The process is no more.
-    ended: bool,
+    ended: Option<Ending>,
 }
 
 /// What is known of a target's Python interpreter.
@@ -195,6 +202,30 @@ impl Default for Python {
 /// Times that an interpreter may not be understood: one that is just starting up looks like no other.
 const REFUSALS: u32 = 3;
 
+/// Processes that ended before they could be looked at, but for their events.
+#[derive(Default)]
+struct Missed {
+    last: Option<Tgid>,
+    processes: u64,
+    events: u64,
+}
+
+impl Missed {
+    fn count(&mut self, tgid: Tgid) {
+        self.processes += u64::from(self.last.replace(tgid) != Some(tgid));
+        self.events += 1;
+    }
+
+    fn note(&self) -> Option<String> {
+        let last = self.last?;
+        Some(format!(
+            "{} of up to {} that ended before they could be looked at, the last {last}, are not in the figures",
+            units::count_of(self.events, "event"),
+            units::count_of(self.processes, "process")
+        ))
+    }
+}
+
 struct Session<'p> {
     config: Config,
     attacher: Attacher,
@@ -209,6 +240,10 @@ struct Session<'p> {
     started: Instant,
     timing: Timing,
     notes: Vec<String>,
+    notes_left_out: u64,
+    /// Calls within which processes have ended.
+    open_calls: u64,
+    missed: Missed,
     progress: &'p mut dyn Progress,
     root: Option<Tgid>,
 }
@@ -236,6 +271,7 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
         empty: config.empty,
         stacks: config.stacks,
         native_stacks: config.native_stacks,
+        in_flight: config.in_flight,
     })?;
     // SAFETY: the ring buffer keeps its descriptor, and keeps it open, for as long as it lives.
     let mut records = unsafe { AsyncFd::register(records) }.map_err(|e| e.into_parts().1)?;
@@ -261,6 +297,9 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
         started: Instant::now(),
         timing: Timing { started_ns, ..Timing::default() },
         notes: Vec::new(),
+        notes_left_out: 0,
+        open_calls: 0,
+        missed: Missed::default(),
         progress,
         root: None,
     };
@@ -322,11 +361,21 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
         }
     }
     session.attacher.silence();
-    session.drain(records.get_mut(), usize::MAX);
+    // Programs that had begun before may still be at it.
+    let silent = Instant::now();
+    while {
+        session.drain(records.get_mut(), usize::MAX);
+        session.unaccounted() > 0 && silent.elapsed() < LAST_RECORDS
+    } {
+        std::thread::sleep(Duration::from_millis(1));
+    }
     let status = match (&mut child, session.root) {
-        (Some(child), Some(root)) if session.targets.get(&root).is_none_or(|t| t.ended) => child.wait().ok(),
+        (Some(child), Some(root)) if !session.is_target(root) => child.wait().ok(),
         _ => None,
     };
+    if let (Some(status), Some(root)) = (status, session.root) {
+        session.root_ended(root, status);
+    }
     let (document, probes) = session.finish();
     Ok(Outcome { document, status, probes })
 }
@@ -342,6 +391,7 @@ impl Session<'_> {
                 Ok(None)
             }
             Targets::Called(name) => {
+                self.announce_processes();
                 self.scan();
                 if self.targets.is_empty() {
                     self.progress.note(format!(
@@ -351,6 +401,7 @@ impl Session<'_> {
                 Ok(None)
             }
             Targets::All => {
+                self.announce_processes();
                 self.scan();
                 if self.targets.is_empty() {
                     self.progress.note("no process uses Ascend libraries yet; waiting (Ctrl-C ends)".into());
@@ -364,6 +415,28 @@ impl Session<'_> {
                 self.adopt(process, Scope::Host)?;
                 Ok(Some(held.release()?))
             }
+        }
+    }
+
+    /// Has processes announced that begin from now on. Without, they are found when they have lived for a second.
+    fn announce_processes(&mut self) {
+        let this = Process::open(&self.config.proc, Tgid(std::process::id()));
+        let announced =
+            this.map_err(TraceError::from).and_then(|this| Ok(self.attacher.announce_processes(&this)?));
+        self.introduce_sites();
+        if let Err(e) = announced {
+            self.note(format!("processes that live for less than a second may not be seen: {e}"));
+        }
+    }
+
+    /// Another process begins, whose linker may be one that announces nothing yet.
+    fn begins(&mut self, tgid: Tgid) {
+        self.strangers.remove(&tgid);
+        if let Targets::All | Targets::Called(_) = self.config.targets
+            && let Ok(process) = Process::open(&self.config.proc, tgid)
+        {
+            let _ = self.attacher.attach_linker(&process);
+            self.introduce_sites();
         }
     }
 
@@ -391,9 +464,9 @@ impl Session<'_> {
     }
 
     /// Makes a process a target and attaches what it has so far.
-    fn adopt(&mut self, process: Process, scope: Scope) -> Result<Attached, TraceError> {
+    fn adopt(&mut self, mut process: Process, scope: Scope) -> Result<Attached, TraceError> {
         let tgid = process.tgid;
-        self.watch(&process)?;
+        self.watch(&mut process)?;
         self.attacher.judge(tgid, true)?;
         self.decoder.set_visible_devices(tgid, process.visible_devices.clone());
         self.strangers.remove(&tgid);
@@ -401,14 +474,14 @@ impl Session<'_> {
         self.order.push(tgid);
         self.targets.insert(
             tgid,
-            Target { process, scope, torch_npu: None, python: Python::default(), late: None, ended: false },
+            Target { process, scope, torch_npu: None, python: Python::default(), late: None, ended: None },
         );
         self.attach(tgid)
     }
 
     /// Tells [`Session::target_exited`] when the process ends.
-    fn watch(&self, process: &Process) -> Result<(), TraceError> {
-        let pidfd: OwnedFd = process.as_fd().try_clone_to_owned()?;
+    fn watch(&self, process: &mut Process) -> Result<(), TraceError> {
+        let Some(pidfd) = process.take_pidfd() else { return Ok(()) };
         // SAFETY: an OwnedFd keeps its descriptor open for as long as it lives.
         let pidfd = unsafe { AsyncFd::register(pidfd) }.map_err(|e| e.into_parts().1)?;
         let (exits, tgid) = (self.exits.clone(), process.tgid);
@@ -428,10 +501,9 @@ impl Session<'_> {
             native.look(&target.process);
         }
         let result = self.attacher.attach(&target.process, target.scope);
-        for site in &self.attacher.sites()[self.decoder.sites()..] {
-            self.decoder.add_site(site.probe, site.found.as_ref());
-        }
+        self.introduce_sites();
         let attached = result?;
+        let Some(target) = self.targets.get_mut(&tgid) else { return Ok(attached) };
         let denied = (!attached.denied.is_empty()).then(|| denied(&target.process, &attached.denied));
         if target.torch_npu.is_none() {
             target.torch_npu = self.attacher.torch_npu_version(&target.process);
@@ -445,6 +517,14 @@ impl Session<'_> {
             self.note(line);
         }
         Ok(attached)
+    }
+
+    /// Tells the decoder what the numbers in records are.
+    fn introduce_sites(&mut self) {
+        for index in self.attacher.take_new_sites() {
+            let site = &self.attacher.sites()[index];
+            self.decoder.set_site(index, site.probe, site.found.as_ref());
+        }
     }
 
     /// Has stacks taken of a target once its interpreter is ready and understood.
@@ -482,7 +562,7 @@ impl Session<'_> {
     fn tend_threads(&mut self) {
         let proc = self.config.proc.clone();
         let mut full = false;
-        for (tgid, target) in self.targets.iter().filter(|(_, target)| !target.ended) {
+        for (tgid, target) in self.targets.iter().filter(|(_, target)| target.ended.is_none()) {
             self.attacher.note_robust_lists(&target.process);
             full |= self.decoder.stacks.tally(*tgid).is_some_and(|tally| tally.has(Reason::NoRoom));
         }
@@ -527,7 +607,8 @@ impl Session<'_> {
 
     /// Looks for processes that are to be traced, and for libraries whose loading nothing announced.
     fn scan(&mut self) {
-        let known: Vec<Tgid> = self.targets.iter().filter(|(_, t)| !t.ended).map(|(tgid, _)| *tgid).collect();
+        let known: Vec<Tgid> =
+            self.targets.iter().filter(|(_, t)| t.ended.is_none()).map(|(tgid, _)| *tgid).collect();
         for tgid in known {
             self.try_attach(tgid);
         }
@@ -541,14 +622,21 @@ impl Session<'_> {
             Targets::Processes(_) => return,
         };
         let descendants_only = matches!(self.config.targets, Targets::Command(_));
-        self.strangers.retain(|tgid, start| proc.start_time(*tgid) == *start);
-        for tgid in proc.processes() {
-            if self.targets.get(&tgid).is_some_and(|t| !t.ended) || self.strangers.contains_key(&tgid) {
-                continue;
+        let attacher = &mut self.attacher;
+        self.strangers.retain(|tgid, start| {
+            let is_there = proc.start_time(*tgid) == *start;
+            if !is_there {
+                attacher.forget_verdict(*tgid);
             }
-            match &wanted {
-                Some(name) if proc.comm(tgid) != *name => continue,
-                _ => {}
+            is_there
+        });
+        for tgid in proc.processes() {
+            let is_wanted = match &wanted {
+                Some(name) => proc.comm(tgid) == *name,
+                None => !self.strangers.contains_key(&tgid),
+            };
+            if self.is_target(tgid) || !is_wanted {
+                continue;
             }
             if !descendants_only {
                 self.consider(tgid);
@@ -569,12 +657,8 @@ impl Session<'_> {
         if !files.iter().any(|file| is_ascend_library(&file.path)) {
             return;
         }
-        if let Targets::All = self.config.targets {
-            return self.adopt_newcomer(process);
-        }
-        if let Err(e) = self.adopt(process, Scope::Process(tgid)) {
-            self.note(format!("process {tgid} is not traced: {e}"));
-        }
+        let scope = if let Targets::All = self.config.targets { Scope::Host } else { Scope::Process(tgid) };
+        self.adopt_newcomer(process, scope);
     }
 
     /// Attaches what the dynamic linker has announced. The process runs on meanwhile.
@@ -604,9 +688,14 @@ impl Session<'_> {
     }
 
     fn note(&mut self, line: String) {
-        if !self.notes.contains(&line) {
-            self.progress.note(line.clone());
+        if self.notes.contains(&line) {
+            return;
+        }
+        self.progress.note(line.clone());
+        if self.notes.len() < MOST_NOTES {
             self.notes.push(line);
+        } else {
+            self.notes_left_out += 1;
         }
     }
 
@@ -629,6 +718,7 @@ impl Session<'_> {
                 None => {}
                 Some(Notice::Mapped(tgid, _)) if mapped.iter().any(|(known, _)| *known == tgid) => {}
                 Some(Notice::Mapped(tgid, since)) => mapped.push((tgid, since)),
+                Some(Notice::Exec(tgid)) if !self.is_target(tgid) => self.begins(tgid),
                 Some(Notice::Exec(tgid)) => {
                     if let Some(target) = self.targets.get_mut(&tgid) {
                         target.process.refresh();
@@ -642,7 +732,7 @@ impl Session<'_> {
             }
         }
         for (tgid, since) in mapped {
-            if self.targets.contains_key(&tgid) {
+            if self.is_target(tgid) {
                 self.attach_mapped(tgid, since);
             } else {
                 self.meet(tgid);
@@ -665,14 +755,18 @@ impl Session<'_> {
         if self.strangers.contains_key(&tgid) {
             return false;
         }
-        match self.config.targets {
+        match &self.config.targets {
             Targets::All => {
                 self.consider(tgid);
-                self.targets.contains_key(&tgid)
+                self.is_target(tgid)
+            }
+            Targets::Called(name) if self.config.proc.comm(tgid) == *name => {
+                self.consider(tgid);
+                self.is_target(tgid)
             }
             Targets::Command(_) if self.descends(tgid) => match Process::open(&self.config.proc, tgid) {
                 Ok(process) => {
-                    self.adopt_newcomer(process);
+                    self.adopt_newcomer(process, Scope::Host);
                     true
                 }
                 Err(_) => false,
@@ -687,16 +781,18 @@ impl Session<'_> {
 
     /// Makes a process a target that began during the trace. Only a command itself is held until its sites are
     /// attached.
-    fn adopt_newcomer(&mut self, process: Process) {
+    fn adopt_newcomer(&mut self, process: Process, scope: Scope) {
         let tgid = process.tgid;
         let age = self.config.proc.age(tgid).unwrap_or_default();
-        match self.adopt(process, Scope::Host) {
+        match self.adopt(process, scope) {
             Ok(attached) if self.is_fresh(&attached) && age < self.started.elapsed() => {
                 if let Some(target) = self.targets.get_mut(&tgid) {
                     target.late = Some(age);
                 }
             }
             Ok(_) => {}
+            // Its pidfd will say so.
+            Err(TraceError::Attach(AttachError::Process(ProcessError::NoSuchProcess(_)))) => {}
             Err(e) => self.note(format!("process {tgid} is not traced: {e}")),
         }
     }
@@ -718,9 +814,21 @@ impl Session<'_> {
     }
 
     fn observe(&mut self, event: Event) {
-        if !self.targets.contains_key(&event.tgid) && !self.meet(event.tgid) {
+        // What a process begins with is no event of one that is not looked at yet.
+        let is_begin = event.kind == EventKind::Exec;
+        if !self.is_target(event.tgid) && (is_begin || !self.meet(event.tgid)) {
+            // Whoever is of no interest is there, or was judged.
+            let is_gone = || self.config.proc.start_time(event.tgid).is_none();
+            if !is_begin && !self.strangers.contains_key(&event.tgid) && is_gone() {
+                self.missed.count(event.tgid);
+            }
+            self.decoder.forget(event.tgid);
             return;
         }
+        self.take(event);
+    }
+
+    fn take(&mut self, event: Event) {
         self.timing.first_event_ns.get_or_insert(event.time);
         let (dump, config) = (self.dump.as_ref(), &self.config);
         self.online.feed(event, |event, change, ledger| write_rows(dump, config, event, change, ledger));
@@ -734,13 +842,35 @@ impl Session<'_> {
     }
 
     fn target_exited(&mut self, tgid: Tgid) {
-        let Some(target) = self.targets.get_mut(&tgid) else { return };
-        if std::mem::replace(&mut target.ended, true) {
+        let Some(target) = self.targets.get_mut(&tgid).filter(|target| target.ended.is_none()) else {
             return;
-        }
+        };
+        let ending = self.attacher.ending(tgid);
+        let line = ended_line(&target.process, &ending);
+        self.open_calls += ending.open_calls;
+        target.ended = Some(ending);
         self.attacher.forget(tgid);
         self.decoder.forget(tgid);
-        self.observe(Event { time: now(), tgid, tid: crate::model::Tid(tgid.0), kind: EventKind::Exit });
+        self.take(Event { time: now(), tgid, tid: crate::model::Tid(tgid.0), kind: EventKind::Exit });
+        if let Some(line) = line {
+            self.note(line);
+        }
+    }
+
+    /// The command that was started here, of which its parent is told the end on every kernel.
+    fn root_ended(&mut self, root: Tgid, status: ExitStatus) {
+        let Some(Target { process, ended: Some(ending), .. }) = self.targets.get_mut(&root) else { return };
+        if ending.status.is_none() {
+            ending.status = Some(status);
+            if let Some(line) = ended_line(process, ending) {
+                self.note(line);
+            }
+        }
+    }
+
+    /// Whether it is traced and has not ended: another process may have its id by now.
+    fn is_target(&self, tgid: Tgid) -> bool {
+        self.targets.get(&tgid).is_some_and(|target| target.ended.is_none())
     }
 
     /// Whether there is nothing left to wait for.
@@ -748,14 +878,25 @@ impl Session<'_> {
         match self.config.targets {
             Targets::All => false,
             Targets::Command(_) | Targets::Called(_) | Targets::Processes(_) => {
-                self.targets.values().all(|t| t.ended)
+                self.targets.values().all(|t| t.ended.is_some())
             }
         }
     }
 
     /// Records lost so far, over all sites.
     fn lost(&self) -> u64 {
-        (0..self.attacher.sites().len()).map(|site| lost(&self.attacher.counters(site))).sum()
+        self.attacher.tallies().map(|(_, counters)| lost(&counters)).sum()
+    }
+
+    /// Hits of which there is no record, for no reason that was counted.
+    fn unaccounted(&self) -> u64 {
+        let (mut due, mut lost_total) = (0, 0);
+        for (_, counters) in self.attacher.tallies() {
+            due += counters.hits;
+            lost_total += lost(&counters);
+        }
+        let open = self.open_calls + self.attacher.open_calls();
+        due.saturating_sub(self.decoder.received + lost_total + open)
     }
 
     fn show_status(&mut self) {
@@ -802,8 +943,8 @@ impl Session<'_> {
         let mut received = self.decoder.received;
         let mut lost_total = 0;
         let mut sites = Vec::new();
-        for (index, state) in self.attacher.sites().iter().enumerate() {
-            let counters = self.attacher.counters(index);
+        let unmatched = self.unaccounted();
+        for (state, counters) in self.attacher.tallies() {
             lost_total += lost(&counters);
             // Seen as well, though not sent.
             received += counters.unsent;
@@ -825,11 +966,19 @@ impl Session<'_> {
                 },
             });
         }
-        if lost_total > 0 {
+        if unmatched > 0 {
+            lost_total += unmatched;
+            self.notes.push(format!(
+                "of {} no return was seen (more threads within calls at a time than can be followed, or calls left by \
+                 other ways): what they did is lost",
+                units::count_of(unmatched, "call")
+            ));
+        }
+        if lost_total > unmatched {
             self.notes.push(format!(
                 "{} lost: figures are a lower bound, and a block whose free was lost looks \
                  leaked; a larger --ring-size (now {} bytes) helps, or fewer events: --level op, --events none",
-                units::were(lost_total, "event"),
+                units::were(lost_total - unmatched, "event"),
                 self.config.ring_bytes
             ));
         }
@@ -838,6 +987,11 @@ impl Session<'_> {
                 "{} could not be decoded: a fault of the tracer",
                 units::count_of(self.decoder.malformed, "record")
             ));
+        }
+        self.notes.extend(self.missed.note());
+        if self.notes_left_out > 0 {
+            let more = units::count_of(self.notes_left_out, "more note");
+            self.notes.push(format!("{more}, said while tracing"));
         }
         for tgid in &self.order {
             if let Some(Target { late: Some(late), process, .. }) = self.targets.get(tgid) {
@@ -864,6 +1018,11 @@ impl Session<'_> {
                     command: target.process.command.clone(),
                     container: target.process.container.clone(),
                     own_pid: target.process.own_pid,
+                    ended: target.ended.as_ref().map(|ending| Ended {
+                        exit_code: ending.status.and_then(|status| status.code()),
+                        signal: ending.status.and_then(|status| status.signal()).map(signal_name),
+                        within: ending.within.clone(),
+                    }),
                     devices,
                     torch_npu: target.torch_npu.clone(),
                     python: match &target.python {
@@ -947,6 +1106,25 @@ fn owner(process: &crate::model::Process, alloc: &Alloc, tid: Tid) -> Option<Nam
         (Some(op), None) => Some(format!("ops@{op}").into()),
         (None, label) => label,
     }
+}
+
+/// That a process did not end well.
+fn ended_line(process: &Process, ending: &Ending) -> Option<String> {
+    let status = ending.status?;
+    let how = match (status.signal(), status.code()) {
+        (Some(signal), _) => format!("was killed by {}", signal_name(signal)),
+        (None, Some(code)) if code != 0 => format!("ended with exit code {code}"),
+        _ => return None,
+    };
+    let within = match ending.within.as_slice() {
+        [] => String::new(),
+        within => format!(", within {}", within.join(", ")),
+    };
+    Some(format!("process {} ({}) {how}{within}", process.tgid, process.command))
+}
+
+fn signal_name(signal: i32) -> String {
+    Signal::try_from(signal).map_or_else(|_| format!("signal {signal}"), |signal| signal.as_str().to_owned())
 }
 
 fn lost(counters: &Counters) -> u64 {

@@ -7,14 +7,13 @@ use std::{
         fs::{FileExt, PermissionsExt},
         process::CommandExt,
     },
-    path::Path,
-    process::{Command, Stdio},
+    process::Command,
     thread,
     time::Duration,
 };
 
 use anyhow::{Context, Result, ensure};
-use memscope_e2e::{Block, DumpFile, Ground, Target, Tracer, dumps, pointer, truth};
+use memscope_e2e::{Block, DumpFile, Ground, Target, Tracer, held, pointer, truth, wait_for_truth};
 use serde_json::Value;
 
 const V8: Ground = Ground::Native("v8");
@@ -23,27 +22,6 @@ const V9: Ground = Ground::Native("v9");
 /// Bytes that the driver is asked for when a program asks `aclrtMalloc` for `size`.
 fn padded(size: u64) -> u64 {
     (size + 32).next_multiple_of(32)
-}
-
-/// A target that waits for a line before it does anything, and its truth file.
-fn held(ground: Ground, dir: &Path, args: &[&str]) -> Result<(Target, std::path::PathBuf)> {
-    let file = dir.join("truth.jsonl");
-    let path = file.to_string_lossy().into_owned();
-    let mut all = vec!["--wait-stdin", "--truth", &path];
-    all.extend(args);
-    let target = Target::start(ground.command(&all))?;
-    wait_for_truth(&file, "ready")?;
-    Ok((target, file))
-}
-
-fn wait_for_truth(file: &Path, event: &str) -> Result<()> {
-    for _ in 0..2000 {
-        if truth(file).is_ok_and(|lines| lines.iter().any(|line| line["event"] == event)) {
-            return Ok(());
-        }
-        thread::sleep(Duration::from_millis(10));
-    }
-    anyhow::bail!("{} never said {event}", file.display())
 }
 
 fn events(lines: &[Value], event: &str) -> Vec<Block> {
@@ -619,9 +597,12 @@ fn a_command_is_traced_from_its_first_instruction_and_its_exit_code_passed_on() 
     let traced = Tracer::start(&["--", &workload, "leak", "--steps", "6", "--marks"])?.finish()?;
     assert_eq!(traced.status.code(), Some(0));
     let report = traced.report()?;
-    assert_eq!(report.site("aclInit").0, 1);
+    assert!(report.site("aclInit").0 >= 1, "and those of others before they were ruled out");
     // Runtime-internal blocks of the first aclrtSetDevice, 17 of them, and 6 steps of user blocks.
-    assert_eq!(report.site("halMemAlloc").0, 17 + 6 * 4 + 1 + 2 + 2);
+    let pid = report.0["targets"][0]["pid"].as_u64().context("no target")?;
+    let rows: Vec<_> = traced.dump(pid as u32)?.into_iter().flat_map(|file| file.rows).collect();
+    let allocations = rows.iter().filter(|row| row["Event"] == "MALLOC" && row["Event Type"] == "HAL");
+    assert_eq!(allocations.count(), 17 + 6 * 4 + 1 + 2 + 2);
     let traced = Tracer::start(&["--", "sh", "-c", "exit 7"])?.finish()?;
     assert_eq!(traced.status.code(), Some(7));
     // A shell between: children are followed.
@@ -632,31 +613,6 @@ fn a_command_is_traced_from_its_first_instruction_and_its_exit_code_passed_on() 
     assert!(report.site("halMemAlloc").0 > 0, "the child was found");
     // What it did before its sites were attached is said to be missing.
     assert!(report.0["notes"].to_string().contains("not probed yet"), "{:#}", report.0["notes"]);
-    Ok(())
-}
-
-#[test]
-fn killing_the_tracer_leaves_the_target_alone() -> Result<()> {
-    if !V9.is_ready() {
-        return Ok(());
-    }
-    let dir = tempfile::tempdir()?;
-    let (mut target, file) = held(V9, dir.path(), &["--loop-seconds", "20", "pairs", "200"])?;
-    let pid = target.pid().to_string();
-    target.tell("go")?;
-    for round in 0..12u64 {
-        let tracer = Tracer::start(&["-p", &pid])?;
-        // From the middle of attaching to the middle of tracing.
-        thread::sleep(Duration::from_millis(round * round * 5));
-        let traced = tracer.kill()?;
-        for file in dumps(traced.dir.path(), target.pid())? {
-            assert!(file.rows.iter().all(|row| row.len() == 12), "{}", file.path.display());
-        }
-    }
-    assert!(target.is_running(), "it lived through all of it");
-    let (status, ..) = target.finish()?;
-    assert!(status.success());
-    assert!(truth(&file)?.iter().any(|line| line["event"] == "end"));
     Ok(())
 }
 
@@ -741,53 +697,6 @@ fn a_target_that_is_killed_ends_with_a_full_report() -> Result<()> {
         assert!(rows > 100, "{rows} rows");
     }
     Ok(())
-}
-
-#[test]
-fn a_full_disk_ends_the_dump_and_not_the_trace() -> Result<()> {
-    if !V9.is_ready() {
-        return Ok(());
-    }
-    let disk = SmallDisk::mount(256)?;
-    let dir = tempfile::tempdir()?;
-    let (mut target, file) = held(V9, dir.path(), &["leak", "--steps", "300", "--marks", "--step-ms", "0"])?;
-    let pid = target.pid();
-    let output = disk.path().to_string_lossy().into_owned();
-    let tracer = Tracer::start(&["-p", &pid.to_string(), "-o", &output])?.attached()?;
-    target.tell("go")?;
-    target.finish()?;
-    let report = tracer.finish()?.report()?;
-    assert_eq!(report.0["dump"]["complete"], false, "{:#}", report.0["dump"]);
-    assert!(report.0["dump"]["reason"].as_str().is_some_and(|why| why.contains("No space left")));
-    let device = report.device(pid, 0)?;
-    let recurring = sorted(device, "leaks").into_iter().filter(|b| b["pattern"] == "recurring").count();
-    assert_eq!(recurring, judged(&truth(&file)?, 300).len(), "the report is complete all the same");
-    Ok(())
-}
-
-/// A file system of a few KiB.
-struct SmallDisk(tempfile::TempDir);
-
-impl SmallDisk {
-    fn mount(kib: u32) -> Result<Self> {
-        let dir = tempfile::tempdir()?;
-        let status = Command::new("mount")
-            .args(["-t", "tmpfs", "-o", &format!("size={kib}k"), "tmpfs"])
-            .arg(dir.path())
-            .status()?;
-        ensure!(status.success(), "can not mount a small disk");
-        Ok(Self(dir))
-    }
-
-    fn path(&self) -> &Path {
-        self.0.path()
-    }
-}
-
-impl Drop for SmallDisk {
-    fn drop(&mut self) {
-        let _ = Command::new("umount").arg("-l").arg(self.0.path()).stderr(Stdio::null()).status();
-    }
 }
 
 /// Each error says what failed, why, and what to do, with exit code 2.

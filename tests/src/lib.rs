@@ -52,7 +52,7 @@ pub enum Ground {
 }
 
 impl Ground {
-    fn dir(self) -> PathBuf {
+    pub fn dir(self) -> PathBuf {
         match self {
             Self::Native(layout) => root().join("target/sim").join(layout),
             Self::Torch(version) => root().join("target/bed").join(version),
@@ -502,6 +502,37 @@ pub fn dumps(dir: &Path, pid: u32) -> Result<Vec<DumpFile>> {
     Ok(files)
 }
 
+/// A native target that waits for a line before it does anything, and its truth file.
+pub fn held(ground: Ground, dir: &Path, args: &[&str]) -> Result<(Target, PathBuf)> {
+    held_with(ground, dir, args, |_| {})
+}
+
+/// The same, of a command that is prepared further.
+pub fn held_with(
+    ground: Ground,
+    dir: &Path,
+    args: &[&str],
+    prepare: impl FnOnce(&mut Command),
+) -> Result<(Target, PathBuf)> {
+    let file = dir.join("truth.jsonl");
+    let path = file.to_string_lossy().into_owned();
+    let mut command = ground.command(&[&["--wait-stdin", "--truth", &path], args].concat());
+    prepare(&mut command);
+    let target = Target::start(command)?;
+    wait_for_truth(&file, "ready")?;
+    Ok((target, file))
+}
+
+pub fn wait_for_truth(file: &Path, event: &str) -> Result<()> {
+    for _ in 0..2000 {
+        if truth(file).is_ok_and(|lines| lines.iter().any(|line| line["event"] == event)) {
+            return Ok(());
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+    bail!("{} never said {event}", file.display())
+}
+
 /// The JSON lines of a ground-truth file.
 pub fn truth(path: &Path) -> Result<Vec<Value>> {
     let text = fs::read_to_string(path).with_context(|| format!("{}", path.display()))?;
@@ -523,6 +554,12 @@ impl Tracer {
         let output = Command::new(tracer_binary()?).args(args).arg("--json").output()?;
         serde_json::from_slice(&output.stdout)
             .with_context(|| format!("{args:?}: {}", String::from_utf8_lossy(&output.stderr)))
+    }
+
+    /// What the tool prints with these arguments.
+    pub fn prints(args: &[&str]) -> Result<String> {
+        let output = Command::new(tracer_binary()?).args(args).output()?;
+        String::from_utf8(output.stdout).with_context(|| format!("{args:?} prints what is no text"))
     }
 
     /// What `memscope-trace probes` prints.

@@ -2,10 +2,21 @@
 
 use std::{fs, path::Path};
 
-/// Offset in bytes of a task's robust list, the one that glibc registers for each thread.
-pub fn robust_list_of_task() -> Option<u32> {
-    let bytes = fs::read(Path::new("/sys/kernel/btf/vmlinux")).ok()?;
-    member_offset(&bytes, b"task_struct", b"robust_list")
+/// Offsets in bytes of members of `task_struct`; `None`: the kernel does not say.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Task {
+    /// The robust list that glibc registers for each thread.
+    pub robust_list: Option<u32>,
+    pub exit_code: Option<u32>,
+}
+
+impl Task {
+    /// Of the running kernel.
+    pub fn of_kernel() -> Self {
+        let Ok(bytes) = fs::read(Path::new("/sys/kernel/btf/vmlinux")) else { return Self::default() };
+        let offset = |member| member_offset(&bytes, b"task_struct", member);
+        Self { robust_list: offset(b"robust_list"), exit_code: offset(b"exit_code") }
+    }
 }
 
 /// Offset in bytes of a member of a structure, by BTF (Documentation/bpf/btf.rst of the kernel).
@@ -117,7 +128,9 @@ mod tests {
     #[test]
     fn this_kernel_tells() {
         if Path::new("/sys/kernel/btf/vmlinux").exists() {
-            assert!(robust_list_of_task().is_some_and(|offset| offset > 0 && offset < 16384));
+            let task = Task::of_kernel();
+            let known = |offset: Option<u32>| offset.is_some_and(|offset| offset > 0 && offset < 16384);
+            assert!(known(task.robust_list) && known(task.exit_code), "{task:?}");
         }
     }
 }

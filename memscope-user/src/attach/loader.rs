@@ -9,7 +9,9 @@ use std::{
 
 use aya::maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray, RingBuf};
 use aya_obj::generated::bpf_insn;
-use memscope_ebpf::{ApiCall, Counters, InFlight, InFlightKey, Interpreter, NativeConfig, Site, Thread};
+use memscope_ebpf::{
+    ApiCall, Counters, InFlight, InFlightKey, Interpreter, NativeConfig, ProcessConfig, Site, Thread,
+};
 
 use super::sys;
 
@@ -89,6 +91,7 @@ pub enum Program {
     Tensor,
     Mapped,
     Exec,
+    Exit,
     Empty,
     EmptyReturn,
 }
@@ -115,6 +118,7 @@ impl Program {
             Self::Arguments => "arguments",
             Self::Mapped => "mapped",
             Self::Exec => "exec",
+            Self::Exit => "exit",
             Self::Empty => "empty",
             Self::EmptyReturn => "empty_return",
         }
@@ -161,11 +165,13 @@ pub struct Maps {
     pub robust_lists: HashMap<MapData, u32, u64>,
     pub threads: HashMap<MapData, u64, Thread>,
     pub native: Array<MapData, NativeConfig>,
+    pub processes: Array<MapData, ProcessConfig>,
+    pub endings: HashMap<MapData, u32, u32>,
 }
 
 impl Loader {
     /// Creates the maps and readies the programs. `ring_bytes` is rounded up to a power of two of at least a page.
-    pub fn new(ring_bytes: u32) -> Result<(Self, Maps), LoadError> {
+    pub fn new(ring_bytes: u32, in_flight: Option<u32>) -> Result<(Self, Maps), LoadError> {
         if OBJECT.is_empty() {
             return Err(LoadError::NotBuilt);
         }
@@ -176,6 +182,9 @@ impl Loader {
         for (name, mut map) in object.maps.drain() {
             if name == "RECORDS" {
                 map.set_max_entries(ring_bytes.next_power_of_two().max(64 * 1024));
+            }
+            if let ("IN_FLIGHT", Some(in_flight)) = (name.as_str(), in_flight) {
+                map.set_max_entries(in_flight);
             }
             definitions.insert(name.clone(), map.clone());
             let data = MapData::create(map, &name, None).map_err(|e| match e {
@@ -215,6 +224,8 @@ impl Loader {
             robust_lists: take(&mut maps, "ROBUST_LISTS", Map::HashMap)?,
             threads: take(&mut maps, "THREADS", Map::HashMap)?,
             native: take(&mut maps, "NATIVE", Map::Array)?,
+            processes: take(&mut maps, "PROCESSES", Map::Array)?,
+            endings: take(&mut maps, "ENDINGS", Map::HashMap)?,
         };
         let own_maps = maps.into_values().collect();
         Ok((Self { instructions, programs: BTreeMap::new(), _own_maps: own_maps }, typed))

@@ -9,19 +9,23 @@ pub mod spawn;
 mod sys;
 
 use std::{
-    collections::{BTreeMap, HashMap, HashSet},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     ffi::CString,
     fs::File,
     io,
-    os::fd::{AsRawFd, OwnedFd},
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::process::ExitStatusExt,
+    },
     path::Path,
+    process::ExitStatus,
     sync::Arc,
 };
 
 use aya::maps::{MapData, RingBuf};
 use memscope_ebpf::{
-    ApiCall, Counters, InFlight, InFlightKey, Interpreter, NO_ARG, NativeConfig, SITE_ANY, Site, Thread,
-    verdict,
+    ApiCall, Counters, InFlight, InFlightKey, Interpreter, NO_ARG, NativeConfig, ProcessConfig, SITE_ANY,
+    Site, Thread, verdict,
 };
 
 pub use loader::LoadError;
@@ -56,6 +60,8 @@ pub enum AttachError {
     Target { tgid: Tgid, source: aya::maps::MapError },
     #[error("the map of interpreters refuses process {tgid}: {source}; trace fewer processes")]
     Interpreter { tgid: Tgid, source: aya::maps::MapError },
+    #[error("the map that says what is told of processes refuses it: {0}; name processes by -p")]
+    ProcessConfig(aya::maps::MapError),
     #[error("the map that says how native stacks are taken refuses it: {0}; leave out --call-stack c")]
     NativeConfig(aya::maps::MapError),
 }
@@ -90,7 +96,8 @@ impl Mechanism {
     }
 }
 
-/// A site as planned or attached. Its index in [`Attacher::sites`] is the number in records.
+/// A site as planned or attached. Its index in [`Attacher::sites`] is the number in records, until its process ends: then
+/// the number is another's.
 #[derive(Debug, Clone)]
 pub struct SiteState {
     pub probe: &'static Probe,
@@ -118,7 +125,22 @@ pub enum Status {
     Ended,
 }
 
+fn add(sum: &mut Counters, counters: &Counters) {
+    sum.hits += counters.hits;
+    sum.unsent += counters.unsent;
+    sum.ring_full += counters.ring_full;
+    sum.map_full += counters.map_full;
+    sum.unmatched += counters.unmatched;
+    sum.unreadable += counters.unreadable;
+}
+
 impl SiteState {
+    /// Whether both are the same place of the same file, of whatever process.
+    fn is_at(&self, other: &Self) -> bool {
+        let place = |site: &Self| (site.probe.site, site.offset);
+        place(self) == place(other) && self.file == other.file && self.build_id == other.build_id
+    }
+
     pub fn is_attached(&self) -> bool {
         self.status == Status::Attached
     }
@@ -161,6 +183,9 @@ pub struct Config {
     pub stacks: Option<StackConfig>,
     /// Native ones.
     pub native_stacks: Option<NativeStackConfig>,
+    /// Calls that can be between entry and return, where that is to be another number than
+    /// [`memscope_ebpf::MAX_IN_FLIGHT`].
+    pub in_flight: Option<u32>,
 }
 
 /// How much of Python stacks is taken.
@@ -237,6 +262,12 @@ pub struct Attacher {
     attached: HashSet<(Scope, FileId, &'static str)>,
     processes: HashMap<Tgid, Seen>,
     sites: Vec<SiteState>,
+    /// Numbers of sites whose process has ended: there are no more than the kernel's map has room for.
+    free: BTreeSet<usize>,
+    /// Sites that were given a number since the last call of [`Attacher::take_new_sites`].
+    new: Vec<usize>,
+    /// Sites of processes that have ended, each place once, and what was counted there.
+    ended: Vec<(SiteState, Counters)>,
     links: BTreeMap<Scope, Vec<Link>>,
     host_links: Vec<Link>,
 }
@@ -279,6 +310,19 @@ struct AttacherMaps {
     robust_lists: aya::maps::HashMap<MapData, u32, u64>,
     threads: aya::maps::HashMap<MapData, u64, Thread>,
     native: aya::maps::Array<MapData, NativeConfig>,
+    processes: aya::maps::Array<MapData, ProcessConfig>,
+    endings: aya::maps::HashMap<MapData, u32, u32>,
+}
+
+/// How a process ended.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Ending {
+    /// As its parent is told; `None`: this kernel does not tell us.
+    pub status: Option<ExitStatus>,
+    /// Probed functions that some thread was in.
+    pub within: Vec<&'static str>,
+    /// Calls of them that never returned.
+    pub open_calls: u64,
 }
 
 /// What is known of a process's libraries.
@@ -296,7 +340,7 @@ impl Attacher {
     pub fn new(config: Config) -> Result<(Self, RingBuf<MapData>), AttachError> {
         raise_limits();
         let features = kernel::Features::probe();
-        let (loader, maps) = Loader::new(config.ring_bytes)?;
+        let (loader, maps) = Loader::new(config.ring_bytes, config.in_flight)?;
         let Maps {
             records,
             sites,
@@ -308,6 +352,8 @@ impl Attacher {
             robust_lists,
             threads,
             native,
+            processes,
+            endings,
         } = maps;
         let pmu = UprobePmu::find(Path::new("/sys"));
         let best = if features.uprobe_multi {
@@ -334,6 +380,8 @@ impl Attacher {
         };
         // A quarter of the ring at most, so that the collector runs before it is full.
         let wake_shift = (config.ring_bytes.max(64 * 1024) / 4).ilog2().min(18) as u8;
+        let described = !config.stacks.is_some_and(|stacks| stacks.without_btf);
+        let task = described.then(btf::Task::of_kernel).unwrap_or_default();
         let mut attacher = Self {
             loader,
             maps: AttacherMaps {
@@ -346,6 +394,8 @@ impl Attacher {
                 robust_lists,
                 threads,
                 native,
+                processes,
+                endings,
             },
             mechanism,
             features,
@@ -357,17 +407,16 @@ impl Attacher {
             stacks_refused: None,
             native_stacks: config.native_stacks,
             native_stacks_refused: None,
-            robust_list: config
-                .stacks
-                .filter(|stacks| !stacks.without_btf)
-                .and_then(|_| btf::robust_list_of_task())
-                .unwrap_or(0),
+            robust_list: task.robust_list.unwrap_or(0),
             resolver: Resolver::default(),
             files: HashMap::new(),
             names: HashMap::new(),
             attached: HashSet::new(),
             processes: HashMap::new(),
             sites: Vec::new(),
+            free: BTreeSet::new(),
+            new: Vec::new(),
+            ended: Vec::new(),
             links: BTreeMap::new(),
             host_links: Vec::new(),
         };
@@ -378,7 +427,66 @@ impl Attacher {
             Ok(link) => attacher.host_links.push(Link::RawTracepoint(link)),
             Err(e) => tracing::warn!("exec of a target will not be noticed: {e}"),
         }
+        if let Some(exit_code) = task.exit_code
+            && let Err(e) = attacher.learn_endings(exit_code)
+        {
+            tracing::warn!("how targets end will not be known: {e}");
+        }
         Ok((attacher, records))
+    }
+
+    fn learn_endings(&mut self, exit_code: u32) -> Result<(), Box<dyn std::error::Error>> {
+        self.set_processes(ProcessConfig { exit_code, ..ProcessConfig::default() })?;
+        let exit = self.loader.program(Program::Exit, Flavour::RawTracepoint)?;
+        let link = sys::raw_tracepoint(exit, c"sched_process_exit")?;
+        self.host_links.push(Link::RawTracepoint(link));
+        Ok(())
+    }
+
+    fn set_processes(&mut self, config: ProcessConfig) -> Result<(), aya::maps::MapError> {
+        self.maps.processes.set(0, config, 0)
+    }
+
+    /// From now on processes that begin are announced, whoever they are: each `exec`, and what the dynamic linker maps for
+    /// those that use the one of this tool, or another that is given to [`Self::attach_linker`].
+    pub fn announce_processes(&mut self, this: &Process) -> Result<(), AttachError> {
+        let config = self.maps.processes.get(&0, 0).unwrap_or_default();
+        self.set_processes(ProcessConfig { every_exec: 1, ..config }).map_err(AttachError::ProcessConfig)?;
+        self.attach_linker(this)
+    }
+
+    /// What a process's dynamic linker maps is announced from now on, for all processes that use the same.
+    pub fn attach_linker(&mut self, process: &Process) -> Result<(), AttachError> {
+        let is_linker = |file: &MappedFile| {
+            file.path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"ld"))
+        };
+        for mapped in process.mapped_files()?.into_iter().filter(is_linker) {
+            let Ok(file) = process.open_mapped(&mapped) else { continue };
+            let Some((id, resolved, display)) = self.resolve(&mapped, &file) else { continue };
+            let linker = ResolvedFile {
+                found: resolved.found.iter().filter(|hit| hit.shape == Shape::Notify).copied().collect(),
+                ..(*resolved).clone()
+            };
+            let (none, mut outcome) = (HashSet::new(), Attached::default());
+            self.attach_file(Scope::Host, id, &file, &linker, &display, &none, None, &mut outcome);
+        }
+        Ok(())
+    }
+
+    /// What is in a mapped file, and the id and name that it is known by.
+    fn resolve(&mut self, mapped: &MappedFile, file: &File) -> Option<(FileId, Arc<ResolvedFile>, Arc<str>)> {
+        let id = FileId::of(file).ok()?;
+        let display = sanitize(mapped.path.as_os_str().as_encoded_bytes()).into_owned();
+        let resolved = match self.files.get(&id) {
+            Some(resolved) => resolved.clone(),
+            None => {
+                let resolved = Arc::new(self.resolver.resolve(file, &display));
+                self.files.insert(id, resolved.clone());
+                resolved
+            }
+        };
+        let id = self.canonical(id, file, &resolved);
+        Some((id, resolved, display.into()))
     }
 
     /// Allocations without stacks are better than none: the programs that walk stacks ask most of a kernel.
@@ -452,18 +560,72 @@ impl Attacher {
         &self.sites
     }
 
+    /// Sites that were given a number since the last call.
+    pub fn take_new_sites(&mut self) -> Vec<usize> {
+        std::mem::take(&mut self.new)
+    }
+
+    /// All sites that there are and were, with what was counted there.
+    pub fn tallies(&self) -> impl Iterator<Item = (&SiteState, Counters)> {
+        let ended = self.ended.iter().map(|(site, counters)| (site, *counters));
+        let is_taken = |index: &usize| !self.free.contains(index);
+        let sites = (0..self.sites.len()).filter(is_taken);
+        ended.chain(sites.map(|index| (&self.sites[index], self.counters(index))))
+    }
+
+    /// Gives a site its number.
+    fn number(&mut self, site: SiteState) -> usize {
+        let index = match self.free.pop_first() {
+            Some(index) => {
+                self.sites[index] = site;
+                index
+            }
+            None => {
+                self.sites.push(site);
+                self.sites.len() - 1
+            }
+        };
+        self.new.push(index);
+        index
+    }
+
+    /// Of sites whose process has ended remains what was counted.
+    fn retire_sites(&mut self, scope: Scope) {
+        let of_process: Vec<usize> = (0..self.sites.len())
+            .filter(|index| self.sites[*index].scope == scope && !self.free.contains(index))
+            .collect();
+        for index in of_process {
+            let counters = self.counters(index);
+            let _ = self.maps.sites.set(index as u32, Site::default(), 0);
+            if let Ok(cpus) = aya::util::nr_cpus()
+                && let Ok(zeros) = aya::maps::PerCpuValues::try_from(vec![Counters::default(); cpus])
+            {
+                let _ = self.maps.counters.set(index as u32, zeros, 0);
+            }
+            let mut site = self.sites[index].clone();
+            if site.is_attached() {
+                site.status = Status::Ended;
+            }
+            self.sites[index].status = Status::Ended;
+            self.free.insert(index);
+            match self.ended.iter_mut().find(|(other, _)| other.is_at(&site) && other.status == site.status) {
+                Some((_, sum)) => add(sum, &counters),
+                None => self.ended.push((site, counters)),
+            }
+        }
+    }
+
+    /// Calls of all processes that have been entered and have not returned.
+    pub fn open_calls(&self) -> u64 {
+        let calls = self.maps.in_flight.iter().flatten();
+        calls.filter(|(_, call)| call.active == 1).count() as u64
+    }
+
     /// Counters of a site, over all CPUs.
-    pub fn counters(&self, site: usize) -> Counters {
+    fn counters(&self, site: usize) -> Counters {
         let mut sum = Counters::default();
         if let Ok(values) = self.maps.counters.get(&(site as u32), 0) {
-            for c in values.iter() {
-                sum.hits += c.hits;
-                sum.unsent += c.unsent;
-                sum.ring_full += c.ring_full;
-                sum.map_full += c.map_full;
-                sum.unmatched += c.unmatched;
-                sum.unreadable += c.unreadable;
-            }
+            values.iter().for_each(|counters| add(&mut sum, counters));
         }
         sum
     }
@@ -474,17 +636,28 @@ impl Attacher {
         self.maps.targets.insert(tgid.0, value, 0).map_err(|source| AttachError::Target { tgid, source })
     }
 
+    /// How a process ended that has; to be asked before it is forgotten.
+    pub fn ending(&self, tgid: Tgid) -> Ending {
+        let code = self.maps.endings.get(&tgid.0, 0).ok();
+        let is_open = |key: &InFlightKey| self.maps.in_flight.get(key, 0).is_ok_and(|call| call.active == 1);
+        let sites = self.calls_of(tgid).into_iter().filter(is_open).map(|key| key.site as usize);
+        let mut within: Vec<_> = sites.filter_map(|site| Some(self.sites.get(site)?.probe.site)).collect();
+        let open_calls = within.len() as u64;
+        within.sort_unstable();
+        within.dedup();
+        Ending { status: code.map(|code| ExitStatus::from_raw(code as i32)), within, open_calls }
+    }
+
+    fn calls_of(&self, tgid: Tgid) -> Vec<InFlightKey> {
+        let keys = self.maps.in_flight.keys().flatten();
+        keys.filter(|key| (key.pid_tgid >> 32) as u32 == tgid.0).collect()
+    }
+
     /// Forgets a process that ended: its id may come again, its calls in flight never return.
     pub fn forget(&mut self, tgid: Tgid) {
         let _ = self.maps.targets.remove(&tgid.0);
-        let stale: Vec<_> = self
-            .maps
-            .in_flight
-            .keys()
-            .flatten()
-            .filter(|key| (key.pid_tgid >> 32) as u32 == tgid.0)
-            .collect();
-        for key in stale {
+        let _ = self.maps.endings.remove(&tgid.0);
+        for key in self.calls_of(tgid) {
             let _ = self.maps.in_flight.remove(&key);
         }
         let stale: Vec<_> =
@@ -495,13 +668,18 @@ impl Attacher {
         self.forget_threads(|pid_tgid| (pid_tgid >> 32) as u32 == tgid.0);
         let _ = self.maps.interpreters.remove(&tgid.0);
         self.processes.remove(&tgid);
-        self.links.remove(&Scope::Process(tgid));
-        self.attached.retain(|(scope, ..)| *scope != Scope::Process(tgid));
-        for site in &mut self.sites {
-            if site.scope == Scope::Process(tgid) && site.is_attached() {
-                site.status = Status::Ended;
-            }
+        if let Some(links) = self.links.remove(&Scope::Process(tgid)) {
+            // Closing them waits for the kernel's grace periods, and events come meanwhile. (Where no thread can be had,
+            // they are closed here.)
+            let _ = std::thread::Builder::new().name("detach".into()).spawn(move || drop(links));
         }
+        self.attached.retain(|(scope, ..)| *scope != Scope::Process(tgid));
+        self.retire_sites(Scope::Process(tgid));
+    }
+
+    /// A process that was ruled out is no more: whoever gets its id is to be looked at.
+    pub fn forget_verdict(&mut self, tgid: Tgid) {
+        let _ = self.maps.targets.remove(&tgid.0);
     }
 
     /// From now on the programs take stacks of the process. `salt` is to be another one for each program that a
@@ -578,18 +756,8 @@ impl Attacher {
                     continue;
                 }
             };
-            let Ok(id) = FileId::of(&file) else { continue };
-            let display = sanitize(mapped.path.as_os_str().as_encoded_bytes()).into_owned();
-            let resolved = match self.files.get(&id) {
-                Some(resolved) => resolved.clone(),
-                None => {
-                    let resolved = Arc::new(self.resolver.resolve(&file, &display));
-                    self.files.insert(id, resolved.clone());
-                    resolved
-                }
-            };
-            let id = self.canonical(id, &file, &resolved);
-            files.push((id, file, resolved, Arc::<str>::from(display)));
+            let Some((id, resolved, display)) = self.resolve(&mapped, &file) else { continue };
+            files.push((id, file, resolved, display));
         }
         let seen = self.processes.entry(process.tgid).or_default();
         for (_, _, resolved, _) in &files {
@@ -653,8 +821,7 @@ impl Attacher {
             if !wanted || !self.attached.insert((scope, id, probe.site)) {
                 continue;
             }
-            let index = self.sites.len();
-            self.sites.push(SiteState {
+            let index = self.number(SiteState {
                 probe,
                 scope,
                 file_id: Some(id),
@@ -797,16 +964,15 @@ impl Attacher {
         display: &Arc<str>,
         found: &HashSet<&'static str>,
     ) {
-        let seen = self.processes.entry(tgid).or_default();
         for (probe, why) in &resolved.missing {
+            let seen = self.processes.entry(tgid).or_default();
             if found.contains(probe.site)
                 || !self.classes.contains(&probe.class)
                 || seen.missing.contains_key(probe.site)
             {
                 continue;
             }
-            seen.missing.insert(probe.site, self.sites.len());
-            self.sites.push(SiteState {
+            let site = SiteState {
                 probe,
                 scope,
                 file_id: None,
@@ -815,13 +981,28 @@ impl Attacher {
                 offset: 0,
                 found: None,
                 status: Status::NotFound(why.clone()),
+            };
+            // Processes that come and go lack the same.
+            let same = self.sites.iter().position(|other| {
+                scope == Scope::Host && other.scope == scope && other.found.is_none() && other.is_at(&site)
             });
+            let index = match same {
+                Some(index) => {
+                    self.sites[index].status = site.status;
+                    index
+                }
+                None => self.number(site),
+            };
+            self.processes.entry(tgid).or_default().missing.insert(probe.site, index);
         }
         // Found in another library after all.
+        let seen = self.processes.entry(tgid).or_default();
         let late: Vec<usize> =
-            seen.missing.iter().filter(|(site, _)| found.contains(*site)).map(|(_, index)| *index).collect();
+            seen.missing.extract_if(|site, _| found.contains(*site)).map(|(_, index)| index).collect();
         for index in late {
-            self.sites[index].status = Status::Superseded("found in another library".into());
+            if !self.processes.values().any(|seen| seen.missing.values().any(|other| *other == index)) {
+                self.sites[index].status = Status::Superseded("found in another library".into());
+            }
         }
     }
 

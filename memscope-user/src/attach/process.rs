@@ -5,7 +5,7 @@ use std::{
     fs::{self, File},
     io::{self, Read},
     os::{
-        fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd},
+        fd::{FromRawFd, OwnedFd},
         unix::{ffi::OsStrExt, fs::MetadataExt},
     },
     path::{Path, PathBuf},
@@ -115,7 +115,7 @@ fn stat_fields(stat: &[u8]) -> Option<Vec<&str>> {
     Some(std::str::from_utf8(stat.get(end + 2..)?).ok()?.split_ascii_whitespace().collect())
 }
 
-/// A process that was there when this was made. The pidfd tells when it ends, whoever gets its id then.
+/// A process that was there when this was made.
 #[derive(Debug)]
 pub struct Process {
     pub tgid: Tgid,
@@ -127,7 +127,7 @@ pub struct Process {
     /// Its id in its own PID namespace, where that is another one.
     pub own_pid: Option<u32>,
     proc: Proc,
-    pidfd: OwnedFd,
+    pidfd: Option<OwnedFd>,
 }
 
 /// A file mapped executable into a process.
@@ -223,11 +223,17 @@ impl Process {
             container: fs::read_to_string(proc.path(tgid, "cgroup")).ok().and_then(|s| container::parse(&s)),
             own_pid: own_pid(proc, tgid),
             proc: proc.clone(),
-            pidfd,
+            pidfd: Some(pidfd),
         };
         process.check_executable()?;
         process.refresh();
         Ok(process)
+    }
+
+    /// Tells when the process ends, whoever gets its id then. It is there once: what is known of a process outlives it
+    /// by far.
+    pub fn take_pidfd(&mut self) -> Option<OwnedFd> {
+        self.pidfd.take()
     }
 
     /// Reads again what `exec` changes.
@@ -332,12 +338,6 @@ impl Process {
         devices.sort_unstable();
         devices.dedup();
         devices
-    }
-}
-
-impl AsFd for Process {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.pidfd.as_fd()
     }
 }
 

@@ -123,6 +123,9 @@ pub struct TraceArgs {
     /// Attach programs that do nothing: what the bare probes cost (cargo xtask bench)
     #[arg(long, hide = true)]
     empty_programs: bool,
+    /// Room for so many calls between entry and return
+    #[arg(long, hide = true)]
+    in_flight: Option<u32>,
     /// Do as on kernels that do not describe their structures
     #[arg(long, hide = true)]
     without_btf: bool,
@@ -276,6 +279,7 @@ impl TraceArgs {
             }),
             stdout_is_taken: self.json,
             empty: self.empty_programs,
+            in_flight: self.in_flight,
         })
     }
 }

@@ -47,7 +47,7 @@ pub enum Notice {
 pub type ReadText = fn(Tgid, u64, usize) -> Option<Vec<u8>>;
 
 pub struct Decoder {
-    sites: Vec<SiteFacts>,
+    sites: Vec<Option<SiteFacts>>,
     processes: FxHashMap<Tgid, ProcessState>,
     names: Names,
     pub stacks: Stacks,
@@ -153,13 +153,13 @@ impl Decoder {
         }
     }
 
-    /// The next site's facts; sites are numbered in this order.
-    pub fn add_site(&mut self, probe: &'static Probe, found: Option<&Found>) {
-        self.sites.push(SiteFacts { probe, layout: found.and_then(|f| f.report_layout), checked: false });
-    }
-
-    pub fn sites(&self) -> usize {
-        self.sites.len()
+    /// What records with this number are of from now on.
+    pub fn set_site(&mut self, site: usize, probe: &'static Probe, found: Option<&Found>) {
+        if self.sites.len() <= site {
+            self.sites.resize(site + 1, None);
+        }
+        self.sites[site] =
+            Some(SiteFacts { probe, layout: found.and_then(|f| f.report_layout), checked: false });
     }
 
     /// Driver ids of the process's logical devices.
@@ -216,7 +216,7 @@ impl Decoder {
             }
             _ => {}
         }
-        let Some(site) = self.sites.get_mut(header.site as usize) else {
+        let Some(Some(site)) = self.sites.get_mut(header.site as usize) else {
             self.malformed += 1;
             return None;
         };
@@ -234,7 +234,8 @@ impl Decoder {
             kind::RETURN => {
                 let probe = site.probe;
                 Return::read(bytes).map(|call| {
-                    let api = self.sites.get(call.api as usize).map(|site| (site.probe.site, call.asked));
+                    let api = self.sites.get(call.api as usize).copied().flatten();
+                    let api = api.map(|site| (site.probe.site, call.asked));
                     let stack = self.stacks.of_event(&call.header, call.stack);
                     process.leave(probe, &call, api, stack)
                 })

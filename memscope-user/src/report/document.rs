@@ -98,6 +98,8 @@ pub struct Target {
     pub container: Option<Container>,
     /// Its id in its own PID namespace, where that is another one.
     pub own_pid: Option<u32>,
+    /// `None`: it was still there when the trace ended.
+    pub ended: Option<Ended>,
     pub devices: Vec<DeviceId>,
     /// Version of the wheel, when it is one that is known.
     pub torch_npu: Option<String>,
@@ -107,6 +109,16 @@ pub struct Target {
     pub stacks: Option<StackFacts>,
     /// `None` when native stacks were not asked for.
     pub native_stacks: Option<NativeStackFacts>,
+}
+
+/// How a process ended. Neither code nor signal: this kernel does not tell (it describes its structures to no one).
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct Ended {
+    pub exit_code: Option<i32>,
+    /// By name, such as SIGKILL.
+    pub signal: Option<String>,
+    /// Probed functions that some thread was in, by name.
+    pub within: Vec<&'static str>,
 }
 
 /// How many of a process's allocations have a Python stack.

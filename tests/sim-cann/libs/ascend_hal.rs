@@ -5,7 +5,9 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::{Mutex, OnceLock};
+use std::time::Duration;
 
 use sim_cann::arena::Arena;
 use sim_cann::ffi::{Address, Out, put};
@@ -134,9 +136,19 @@ fn allocate(size: u64, flag: u64) -> Result<Address, i32> {
     memory.allocate(usize::try_from(size).map_err(|_| INVALID_VALUE)?, page)
 }
 
+/// A driver that does not answer for a while.
+fn wait_at_gate() {
+    static GATE: OnceLock<Option<PathBuf>> = OnceLock::new();
+    let gate = GATE.get_or_init(|| std::env::var_os("SIM_CANN_ALLOC_GATE").map(PathBuf::from));
+    while gate.as_ref().is_some_and(|gate| gate.exists()) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 #[unsafe(no_mangle)]
 #[inline(never)]
 extern "C" fn halMemAllocInner(out: Out<Address>, size: u64, flag: u64) -> i32 {
+    wait_at_gate();
     match (out, allocate(size, flag)) {
         (None, _) => INVALID_VALUE,
         (Some(_), Err(error)) => error,

@@ -6,6 +6,7 @@
 //! | `ASCEND_RT_VISIBLE_DEVICES` | devices that the process sees, in its order (as in CANN) | all |
 //! | `SIM_CANN_HBM_BYTES` | memory of a device, bytes | 64 GiB |
 //! | `SIM_CANN_HUGE_FAIL` | 1: allocations on huge pages fail, so "huge page first" asks twice | 0 |
+//! | `SIM_CANN_ALLOC_GATE` | allocations of the driver wait for as long as this file exists | none |
 //! | `SIM_CANN_STREAM_LAG_US` | time from the submission of a task to its completion, microseconds | 200 |
 //! | `SIM_CANN_WORKSPACE` | workspace that a matrix product asks for, bytes | 20 MiB |
 //! | `SIM_CANN_FUNC_GUARD` | 1: function handles are `{magic, object}` pairs, as in CANN 9.2 | 0 |

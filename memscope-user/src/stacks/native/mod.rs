@@ -1,5 +1,6 @@
 //! Native stacks: from the registers and the piece of stack that the BPF programs send to the names of functions.
 
+mod guard;
 mod module;
 mod unwind;
 

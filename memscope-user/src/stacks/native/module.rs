@@ -9,7 +9,10 @@ use blazesym::symbolize::{
 use memmap2::Mmap;
 use rustc_hash::FxHashMap;
 
-use super::unwind::{Rule, Tables};
+use super::{
+    guard,
+    unwind::{Rule, Tables},
+};
 use crate::{model::Name, probes::elf::Library, text::sanitize};
 
 /// Addresses of which rules and names are kept, for each file.
@@ -152,9 +155,10 @@ impl Module {
 }
 
 fn read(file: &File, path: &str) -> Option<Read> {
+    guard::install();
     let library = Library::open(file.try_clone().ok()?, path).ok()?;
     // SAFETY: the bytes may change under us when someone writes into the file, which the process has mapped as well:
-    // every read of them is checked, and none is believed twice. Files of code are replaced, not written into.
+    // every read of them is checked, and none is believed twice. What is gone is zeros.
     let bytes = unsafe { Mmap::map(file) }.ok()?;
     let tables = Tables::of(&library, &bytes);
     Some(Read { library, bytes, tables })

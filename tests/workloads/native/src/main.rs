@@ -1,6 +1,7 @@
 //! `native-workload [OPTIONS] SCENE`: uses device memory through CANN as the scene says.
 
 mod cann;
+mod faults;
 mod scene;
 mod stacks;
 mod truth;
@@ -30,6 +31,9 @@ struct Args {
     /// Play the scene again and again for so long
     #[arg(long, value_name = "SECONDS")]
     loop_seconds: Option<f64>,
+    /// Play the scene again and again until this file exists
+    #[arg(long, value_name = "FILE")]
+    until_file: Option<PathBuf>,
     /// Write what was done to this file, not to the standard output
     #[arg(long, value_name = "FILE")]
     truth: Option<PathBuf>,
@@ -72,7 +76,11 @@ fn main() -> anyhow::Result<()> {
     loop {
         tally.add(args.scene.play(args.device, &truth)?);
         rounds += 1;
-        if duration.is_none_or(|duration| begin.elapsed() >= duration) {
+        let is_over = match &args.until_file {
+            Some(file) => file.exists(),
+            None => duration.is_none_or(|duration| begin.elapsed() >= duration),
+        };
+        if is_over {
             break;
         }
     }

@@ -10,8 +10,8 @@ use clap::Subcommand;
 use serde_json::json;
 
 use crate::cann::{self, Address, KernelArgs, PhysicalProp, Text, check};
-use crate::stacks;
 use crate::truth::{Block, Tally, Truth, cpu_ns, monotonic_ns};
+use crate::{faults, stacks};
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
@@ -68,6 +68,10 @@ pub enum Scene {
         #[arg(long, default_value_t = 2)]
         rounds: u32,
     },
+    /// Writes to COUNT blocks and checks them before they are freed
+    Verify { count: u64 },
+    /// STEPS with operators, marks and kernels whose names mean harm
+    Hostile { steps: u64 },
     /// Does nothing
     Sleep { seconds: f64 },
 }
@@ -90,6 +94,8 @@ impl Scene {
             Self::Owners => owners(device, truth),
             Self::Mindspore => mindspore(device, truth),
             Self::Kernel { count } => kernels(count),
+            Self::Verify { count } => faults::verify(count, truth),
+            Self::Hostile { steps } => faults::hostile(device, steps, truth),
             Self::Sleep { seconds } => {
                 std::thread::sleep(Duration::from_secs_f64(seconds));
                 Ok(Tally::default())
@@ -341,8 +347,8 @@ fn owners(device: i32, truth: &Truth) -> anyhow::Result<Tally> {
     Ok(tally)
 }
 
-/// The symbol at `name` in a library that is loaded now.
-fn load(library: &CStr, names: [&CStr; 2]) -> anyhow::Result<[Address; 2]> {
+/// The symbols at `names` in a library that is loaded now.
+pub fn load<const N: usize>(library: &CStr, names: [&CStr; N]) -> anyhow::Result<[Address; N]> {
     // SAFETY: loads a library that has no constructors of its own; both strings are NUL-terminated.
     let handle = unsafe { libc::dlopen(library.as_ptr(), libc::RTLD_NOW) };
     if handle.is_null() {
