@@ -601,7 +601,9 @@ fn a_command_is_traced_from_its_first_instruction_and_its_exit_code_passed_on() 
     // Runtime-internal blocks of the first aclrtSetDevice, 17 of them, and 6 steps of user blocks.
     let pid = report.0["targets"][0]["pid"].as_u64().context("no target")?;
     let rows: Vec<_> = traced.dump(pid as u32)?.into_iter().flat_map(|file| file.rows).collect();
-    let allocations = rows.iter().filter(|row| row["Event"] == "MALLOC" && row["Event Type"] == "HAL");
+    let allocations = rows
+        .iter()
+        .filter(|row| row["Event"] == "MALLOC" && ["HAL", "HOST_PINNED"].contains(&&*row["Event Type"]));
     assert_eq!(allocations.count(), 17 + 6 * 4 + 1 + 2 + 2);
     let traced = Tracer::start(&["--", "sh", "-c", "exit 7"])?.finish()?;
     assert_eq!(traced.status.code(), Some(7));
