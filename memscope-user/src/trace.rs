@@ -29,7 +29,10 @@ use crate::{
         process::{Proc, Process, ProcessError},
         spawn::{Held, SpawnError},
     },
-    collect::decode::{Decoder, Notice},
+    collect::{
+        decode::{Decoder, Notice},
+        tape::Recorder,
+    },
     dump::{Caller, Fact, Format, OutputError, Pipeline, Place, StackStyle, rows_of},
     model::{
         Alloc, Change, DeviceId, Event, EventKind, Ledger, Name, Nanos, Pool, StepRule, StepsFrom, Tgid, Tid,
@@ -79,6 +82,8 @@ pub enum TraceError {
          the first said: {reason}"
     )]
     NothingAttached { tgid: Tgid, command: String, sites: usize, reason: String },
+    #[error("can not write the recorded stream: {0}; choose another file with --record")]
+    Record(io::Error),
     #[error("the event loop can not run: {0}")]
     Loop(#[from] io::Error),
 }
@@ -130,6 +135,8 @@ pub struct Config {
     pub stdout_is_taken: bool,
     /// Attaches programs that do nothing (see [`crate::attach::Config::empty`]).
     pub empty: bool,
+    /// Where records go as they come (see [`crate::collect::tape`]).
+    pub record: Option<PathBuf>,
     /// Room for calls between entry and return (see [`crate::attach::Config::in_flight`]).
     pub in_flight: Option<u32>,
 }
@@ -244,6 +251,7 @@ struct Session<'p> {
     /// Calls within which processes have ended.
     open_calls: u64,
     missed: Missed,
+    recorder: Option<Recorder>,
     progress: &'p mut dyn Progress,
     root: Option<Tgid>,
 }
@@ -275,6 +283,7 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
     })?;
     // SAFETY: the ring buffer keeps its descriptor, and keeps it open, for as long as it lives.
     let mut records = unsafe { AsyncFd::register(records) }.map_err(|e| e.into_parts().1)?;
+    let record = config.record.as_deref().map(Recorder::create).transpose().map_err(TraceError::Record)?;
     let (exits, mut exited) = mpsc::unbounded_channel();
     let mut online =
         Online::new(config.steps.clone(), config.leaks).with_steps_from(&config.steps, config.steps_from);
@@ -300,6 +309,7 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
         notes_left_out: 0,
         open_calls: 0,
         missed: Missed::default(),
+        recorder: record,
         progress,
         root: None,
     };
@@ -375,6 +385,9 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
     };
     if let (Some(status), Some(root)) = (status, session.root) {
         session.root_ended(root, status);
+    }
+    if let Some(recorder) = session.recorder.take() {
+        recorder.close().map_err(TraceError::Record)?;
     }
     let (document, probes) = session.finish();
     Ok(Outcome { document, status, probes })
@@ -523,7 +536,11 @@ impl Session<'_> {
     fn introduce_sites(&mut self) {
         for index in self.attacher.take_new_sites() {
             let site = &self.attacher.sites()[index];
-            self.decoder.set_site(index, site.probe, site.found.as_ref());
+            let layout = site.found.and_then(|found| found.report_layout);
+            self.decoder.set_site(index, site.probe, layout);
+            if let Some(recorder) = &mut self.recorder {
+                recorder.site(index, site.probe, layout);
+            }
         }
     }
 
@@ -709,6 +726,9 @@ impl Session<'_> {
                 emptied = true;
                 break;
             };
+            if let Some(recorder) = &mut self.recorder {
+                recorder.record(&record);
+            }
             let notice = self.decoder.decode(&record, |event| events.push(event));
             drop(record);
             for event in events.drain(..) {

@@ -1,7 +1,12 @@
 //! `cargo xtask bench`: what tracing costs, measured in one run against the same program untraced and with bare
 //! probes. Figures are medians; the spread of the untraced rounds is this machine's noise.
 
+mod bpftrace;
+mod burst;
+mod collector;
+mod native;
 mod offline;
+mod soak;
 
 use std::{
     fs,
@@ -32,6 +37,27 @@ pub struct Args {
     /// Measure the verbs that read dumps instead, over a dump of so many rows
     #[arg(long, value_name = "ROWS", num_args = 0..=1, default_missing_value = "10000000")]
     offline: Option<u64>,
+    /// Let processes come and go for so long instead, and see that the tracer stays as it was
+    #[arg(long, value_name = "MINUTES", num_args = 0..=1, default_missing_value = "10")]
+    soak: Option<f64>,
+    /// Only these parts of the measurement
+    #[arg(long, value_delimiter = ',', value_enum)]
+    only: Vec<Part>,
+    /// Seconds of the highest event rate
+    #[arg(long, default_value_t = 60)]
+    burst_seconds: u64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Part {
+    /// Traced against untraced and against bare probes
+    Probes,
+    /// Against bpftrace
+    Bpftrace,
+    /// The collector by itself
+    Collector,
+    /// The highest event rate
+    Burst,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,6 +79,26 @@ pub fn bench(args: &Args) -> anyhow::Result<()> {
     }
     run(cargo().args(["build", "--quiet", "--release", "--package", "memscope-user"]))?;
     let sim = sim::ensure(sim::Layout::V9, None, None)?;
+    if let Some(minutes) = args.soak {
+        return soak::soak(minutes, &sim);
+    }
+    let wanted = |part| args.only.is_empty() || args.only.contains(&part);
+    if wanted(Part::Probes) {
+        probes(args, &sim)?;
+    }
+    if wanted(Part::Bpftrace) {
+        bpftrace::bench(args.rounds, &sim)?;
+    }
+    if wanted(Part::Collector) {
+        collector::bench(&sim)?;
+    }
+    if wanted(Part::Burst) {
+        burst::bench(args.burst_seconds, &sim)?;
+    }
+    Ok(())
+}
+
+fn probes(args: &Args, sim: &sim::Sim) -> anyhow::Result<()> {
     println!(
         "\n| measured | untraced | bare probes | without stacks | traced | every stack | traced / bare | traced / untraced | noise |"
     );

@@ -6,17 +6,18 @@ use anyhow::ensure;
 use crate::command::{cargo, run};
 
 /// What is read, and the test that damages it: of the library itself, or in a file of its own.
-const TARGETS: [(&str, &[&str], &str); 5] = [
+const TARGETS: [(&str, &[&str], &str); 6] = [
     ("csv", &["--test", "fuzz"], "fuzz_csv"),
     ("db", &["--test", "fuzz"], "fuzz_db"),
     ("capture", &["--test", "fuzz"], "fuzz_capture"),
     ("elf", &["--test", "resolvers"], "fuzz_elf"),
     ("code", &["--lib"], "fuzz_code"),
+    ("modules", &["--lib"], "fuzz_modules"),
 ];
 
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// What to read [csv, db, capture, elf, code; default: all]
+    /// What to read [csv, db, capture, elf, code, modules; default: all]
     target: Option<String>,
     /// So long for each
     #[arg(long, default_value_t = 120)]
@@ -28,7 +29,7 @@ pub struct Args {
 
 pub fn fuzz(args: &Args) -> anyhow::Result<()> {
     let wanted = |name: &str| args.target.as_deref().is_none_or(|target| target == name);
-    ensure!(TARGETS.iter().any(|(name, ..)| wanted(name)), "known are csv, db, capture, elf, code");
+    ensure!(TARGETS.iter().any(|(name, ..)| wanted(name)), "known are csv, db, capture, elf, code, modules");
     for (_, place, test) in TARGETS.into_iter().filter(|(name, ..)| wanted(name)) {
         let mut command = cargo();
         command.args(["test", "--quiet", "--package", "memscope-user"]).args(place);

@@ -123,6 +123,9 @@ pub struct TraceArgs {
     /// Attach programs that do nothing: what the bare probes cost (cargo xtask bench)
     #[arg(long, hide = true)]
     empty_programs: bool,
+    /// Also write the records to this file as they come out of the ring buffer (cargo xtask bench)
+    #[arg(long, hide = true)]
+    record: Option<PathBuf>,
     /// Room for so many calls between entry and return
     #[arg(long, hide = true)]
     in_flight: Option<u32>,
@@ -279,6 +282,7 @@ impl TraceArgs {
             }),
             stdout_is_taken: self.json,
             empty: self.empty_programs,
+            record: self.record,
             in_flight: self.in_flight,
         })
     }

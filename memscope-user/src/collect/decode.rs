@@ -19,7 +19,6 @@ use crate::{
     },
     probes::{
         catalogue::{At, Fact, Probe, Shape},
-        resolve::Found,
         torch_npu::ReportLayout,
     },
     stacks::Stacks,
@@ -154,12 +153,11 @@ impl Decoder {
     }
 
     /// What records with this number are of from now on.
-    pub fn set_site(&mut self, site: usize, probe: &'static Probe, found: Option<&Found>) {
+    pub fn set_site(&mut self, site: usize, probe: &'static Probe, layout: Option<ReportLayout>) {
         if self.sites.len() <= site {
             self.sites.resize(site + 1, None);
         }
-        self.sites[site] =
-            Some(SiteFacts { probe, layout: found.and_then(|f| f.report_layout), checked: false });
+        self.sites[site] = Some(SiteFacts { probe, layout, checked: false });
     }
 
     /// Driver ids of the process's logical devices.

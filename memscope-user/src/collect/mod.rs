@@ -4,3 +4,4 @@ pub mod decode;
 mod names;
 mod operands;
 mod ranges;
+pub mod tape;

@@ -177,7 +177,7 @@ fn table(memory: &impl Read, types: &Types, address: u64) -> Option<Vec<u8>> {
 
 #[cfg(test)]
 #[path = "../../tests/fuzzing/mod.rs"]
-mod fuzzing;
+pub(super) mod fuzzing;
 
 #[cfg(test)]
 mod tests {

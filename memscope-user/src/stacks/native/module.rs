@@ -192,7 +192,43 @@ fn text(name: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::{fs, io::Write, path::PathBuf};
+
     use super::*;
+    use crate::stacks::code::fuzzing::*;
+
+    /// Files whose tables and symbols lie, or that are cut short while they are looked at: no panic, no end of the process.
+    #[test]
+    fn fuzz_modules() {
+        let fixtures = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/resolvers"));
+        let files =
+            ["pool-x86_64.so", "pool-aarch64.so"].map(|name| fs::read(fixtures.join(name)).expect("there"));
+        rounds("modules", 30, |random| {
+            let mut bytes = random.pick(&files).clone();
+            // One in five is whole, until it is cut short.
+            if !random.one_in(5) {
+                damage(&mut bytes, &[b"\x7fELF", &[0xff; 8], b"_ZN", b"zR\0", b"_R"], random);
+            }
+            let mut file = tempfile::tempfile().expect("a file");
+            file.write_all(&bytes).expect("room");
+            let shrinking = file.try_clone().expect("a descriptor");
+            let mut module = Module::new(file, Path::new("damaged.so"));
+            let symbolizer = Symbolizer::builder().enable_demangling(false).build();
+            for round in 0..60 {
+                let address = match round % 3 {
+                    0 => random.below(bytes.len()) as u64,
+                    _ => random.next() >> random.below(64),
+                };
+                let _ = module.bias(address, random.below(1 << 20) as u64);
+                let _ = module.rule(address);
+                let names = module.names(address, &symbolizer);
+                assert!(names.iter().all(|name| name.function.chars().count() <= NAME_MOST + 1));
+                if round == 30 {
+                    shrinking.set_len(random.below(bytes.len()) as u64).expect("it is ours");
+                }
+            }
+        });
+    }
 
     #[test]
     fn names_are_as_people_write_them() {
