@@ -129,6 +129,9 @@ fn probes(args: &Args, sim: &sim::Sim) -> anyhow::Result<()> {
         command.args(["--pairs", "100000"]);
         one(command, mode, &[], "cpu_ns_per_pair", Gate::File)
     })?;
+    compare(args, "training step, ns of CPU", |mode| {
+        one(python("training.py"), mode, &[], "cpu_ns_per_step", Gate::File)
+    })?;
     first_event(args, python("train_leak.py"))
 }
 
