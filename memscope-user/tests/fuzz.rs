@@ -1,16 +1,14 @@
 //! Damaged dumps of every format: what can not be read is a problem or an error, never a panic, an endless loop or a huge
 //! allocation; and what can be read can be analysed and shown, whatever it says.
 
-mod fuzzing;
-
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
+use crate::fuzzing::{Random, damage, rounds};
 use arrow_array::RecordBatch;
 use arrow_ipc::reader::StreamReader;
 use arrow_ipc::writer::StreamWriter;
-use fuzzing::{Random, damage, rounds};
 use memscope::analysis::Online;
 use memscope::analysis::compare::{self, Level, Profiler, Sequences, Side};
 use memscope::analysis::inefficient::{Config as InefficientConfig, Inefficient, Rules};

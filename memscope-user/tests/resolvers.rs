@@ -1,10 +1,7 @@
 //! Resolvers against small libraries of the same shape, against damaged ones, and against the released wheels.
 //!
 //! The wheels are fetched from PyPI with `pip` into `$MEMSCOPE_WHEELS` (by default `wheels` beside the test's
-//! temporary files) and kept there. All of them: `cargo test --test resolvers -- --ignored`.
-
-// In a test, a panic is the report.
-#![allow(clippy::unwrap_used)]
+//! temporary files) and kept there. All of them: `cargo test --test integration resolvers -- --ignored`.
 
 use std::{
     collections::BTreeMap,
@@ -16,8 +13,6 @@ use std::{
     process::Command,
     time::{Duration, Instant},
 };
-
-mod fuzzing;
 
 use memscope::probes::{
     cache::Cache,
@@ -315,9 +310,9 @@ fn damaged_files_do_no_harm() {
 #[test]
 fn fuzz_elf() {
     let files: Vec<Vec<u8>> = FIXTURES.iter().map(|name| fs::read(fixture_path(name)).unwrap()).collect();
-    fuzzing::rounds("elf", 20, |random| {
+    crate::fuzzing::rounds("elf", 20, |random| {
         let mut bytes = random.pick(&files).clone();
-        fuzzing::damage(&mut bytes, &[b"\x7fELF", b"GNU\0", b"expect_report", b"MSTX"], random);
+        crate::fuzzing::damage(&mut bytes, &[b"\x7fELF", b"GNU\0", b"expect_report", b"MSTX"], random);
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(&bytes).unwrap();
         exercise(&file);

@@ -5,12 +5,12 @@ use anyhow::ensure;
 
 use crate::command::{cargo, run};
 
-/// What is read, and the test that damages it: of the library itself, or in a file of its own.
+/// What is read, and the test that damages it: of the library itself, or from outside.
 const TARGETS: [(&str, &[&str], &str); 6] = [
-    ("csv", &["--test", "fuzz"], "fuzz_csv"),
-    ("db", &["--test", "fuzz"], "fuzz_db"),
-    ("capture", &["--test", "fuzz"], "fuzz_capture"),
-    ("elf", &["--test", "resolvers"], "fuzz_elf"),
+    ("csv", &["--test", "integration"], "fuzz_csv"),
+    ("db", &["--test", "integration"], "fuzz_db"),
+    ("capture", &["--test", "integration"], "fuzz_capture"),
+    ("elf", &["--test", "integration"], "fuzz_elf"),
     ("code", &["--lib"], "fuzz_code"),
     ("modules", &["--lib"], "fuzz_modules"),
 ];
