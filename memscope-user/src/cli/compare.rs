@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::{
     Verdict,
     list::{List, Ordinal, words},
-    offline::{each_row_and_step, inferred_steps, shown},
+    offline::{Read, each_row_and_step, inferred_steps, shown},
     output::{print, print_document},
     steps::StepArgs,
 };
@@ -44,6 +44,8 @@ words! { CompareLevel: "level" { Op = "op" | "0", Kernel = "kernel" | "1" } }
 
 #[derive(Serialize)]
 struct Compared {
+    #[serde(flatten)]
+    read: Read,
     difference: Difference,
     /// msMemScope's comparison, where two dumps were compared.
     table: Option<Table>,
@@ -59,30 +61,31 @@ pub(super) fn run(args: CompareArgs) -> anyhow::Result<Verdict> {
     let compared = match (args.dumps.as_slice(), steps) {
         ([dump], Some((a, b))) => {
             let sides = [Some(Side::Step(a)), Some(Side::Step(b))];
-            let (profiler, _) = read(dump, &args, sides)?;
+            let (profiler, _, read) = read(dump, &args, sides)?;
             let last = profiler.last_step();
             anyhow::ensure!(a <= last && b <= last, "{} has steps 1 to {last}, not {a} and {b}", shown(dump));
             let profiles = profiler.finish();
             let [base, other] = profiles.as_slice() else {
                 anyhow::bail!("the dump does not have both steps {} and {}", a, b);
             };
-            Compared { difference: compare::difference(base, other), table: None, table_path: None }
+            Compared { read, difference: compare::difference(base, other), table: None, table_path: None }
         }
         ([_], None) => anyhow::bail!("compare takes two dumps, or one and --steps A,B"),
         ([base, other], steps) => {
             let side = |step: Option<StepId>| [Some(step.map_or(Side::Whole, Side::Step)), None];
-            let profile = |path: &PathBuf, step| -> anyhow::Result<(Profile, Sequences)> {
-                let (profiler, sequences) = read(path, &args, side(step))?;
+            let profile = |path: &PathBuf, step| -> anyhow::Result<(Profile, Sequences, Read)> {
+                let (profiler, sequences, read) = read(path, &args, side(step))?;
                 let profile = profiler.finish().into_iter().next();
                 let profile =
                     profile.ok_or_else(|| anyhow::anyhow!("{} does not have that step", shown(path)))?;
-                Ok((profile, sequences))
+                Ok((profile, sequences, read))
             };
-            let (base, base_sequences) = profile(base, steps.map(|s| s.0))?;
-            let (other, other_sequences) = profile(other, steps.map(|s| s.1))?;
+            let (base, base_sequences, base_read) = profile(base, steps.map(|s| s.0))?;
+            let (other, other_sequences, other_read) = profile(other, steps.map(|s| s.1))?;
             let table = compare::table(base_sequences, other_sequences);
             let path = write_comparison(&args.output, Caller::of_sudo(), &table)?;
             Compared {
+                read: base_read.and(other_read),
                 difference: compare::difference(&base, &other),
                 table: Some(table),
                 table_path: Some(path),
@@ -108,7 +111,7 @@ fn read(
     dump: &PathBuf,
     args: &CompareArgs,
     sides: [Option<Side>; 2],
-) -> anyhow::Result<(Profiler, Sequences)> {
+) -> anyhow::Result<(Profiler, Sequences, Read)> {
     let level = match args.level {
         CompareLevel::Op => compare::Level::Op,
         CompareLevel::Kernel => compare::Level::Kernel,
@@ -124,7 +127,7 @@ fn read(
         let may_infer = by_step && source == StepsFrom::MarksOrOps && inferred.is_none();
         let mut sequences = Sequences::new(level);
         let mut profiler = Profiler::new(rule.clone(), sides).with_steps_from(source);
-        each_row_and_step(dump, inferred.unwrap_or_default(), |row| {
+        let read = each_row_and_step(dump, inferred.unwrap_or_default(), |row| {
             // Two steps of one dump are not aligned: that would keep every operator.
             if !within_one {
                 sequences.observe(row);
@@ -132,7 +135,7 @@ fn read(
             profiler.observe(row);
         })?;
         if !may_infer || profiler.last_step() > StepId(0) {
-            return Ok((profiler, sequences));
+            return Ok((profiler, sequences, read));
         }
         inferred = Some(inferred_steps(dump, &rule, source)?);
     }

@@ -40,7 +40,9 @@ pub(super) fn run(args: ConvertArgs) -> anyhow::Result<Verdict> {
         max_size: None,
         caller: Caller::of_sudo(),
     })?;
-    each_row(&[args.input], |numbered| writer.write(&numbered.row))?;
+    let input = shown(&args.input);
+    let read = each_row(&[args.input], |numbered| writer.write(&numbered.row))?;
+    anyhow::ensure!(read.rows > 0, "{input} has no row that can be read: nothing was written");
     let mut failed = None;
     for file in writer.finish() {
         print(format_args!("{}: {}\n", shown(&file.path), units::count_of(file.rows, "row")))?;

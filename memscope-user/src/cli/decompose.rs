@@ -14,7 +14,7 @@ use crate::{analysis::Online, report::decompose::render};
 
 #[derive(Debug, Args)]
 pub struct DecomposeArgs {
-    /// Dumps: files (csv, db), or directories that stand for all dumps in them. What blocks are for is inferred only
+    /// Dumps: files (csv, db, capture), or directories that stand for all dumps in them. What blocks are for is inferred only
     /// from dumps with accesses (written with --analysis decompose)
     #[arg(required = true, value_name = "DUMP")]
     dumps: Vec<PathBuf>,

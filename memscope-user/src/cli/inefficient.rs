@@ -99,7 +99,7 @@ impl RuleArgs {
 
 #[derive(Debug, Args)]
 pub struct InefficientArgs {
-    /// Dumps with accesses (written with --analysis inefficient): files (csv, db), or directories that stand for all
+    /// Dumps with accesses (written with --analysis inefficient): files (csv, db, capture), or directories that stand for all
     /// dumps in them
     #[arg(required = true, value_name = "DUMP")]
     dumps: Vec<PathBuf>,

@@ -11,7 +11,7 @@ use super::{
     offline::{Read, document, each_row},
     output::{print, print_document, print_report},
     steps::StepArgs,
-    trace::FailWord,
+    trace::{FailWord, NOTHING_JUDGED},
 };
 use crate::{
     analysis::{
@@ -24,7 +24,7 @@ use crate::{
 
 #[derive(Debug, Args)]
 pub struct LeaksArgs {
-    /// Dumps: files (csv, db), or directories that stand for all dumps in them
+    /// Dumps: files (csv, db, capture), or directories that stand for all dumps in them
     #[arg(required = true, value_name = "DUMP")]
     dumps: Vec<PathBuf>,
     /// Marks of this text bound the search: allocated between A and B and not freed before C. Without it, the
@@ -60,24 +60,32 @@ fn pool(word: &str) -> Result<Pool, String> {
 }
 
 pub(super) fn run(args: LeaksArgs) -> anyhow::Result<Verdict> {
-    let found = match args.mstx_info.clone() {
+    let fail = args.fail_on.as_ref().is_some_and(|list| list.0.contains(&FailWord::Leaks));
+    let (found, judged) = match args.mstx_info.clone() {
         Some(mark) => between_marks(&args, mark)?,
-        None => over_steps(&args)?,
+        None => over_steps(&args, fail)?,
     };
-    let fail = args.fail_on.is_some_and(|list| list.0.contains(&FailWord::Leaks));
-    Ok(if found && fail { Verdict::Findings } else { Verdict::Fine })
+    Ok(match fail {
+        true if found => Verdict::Findings,
+        true if !judged => Verdict::NotJudged,
+        _ => Verdict::Fine,
+    })
 }
 
-fn over_steps(args: &LeaksArgs) -> anyhow::Result<bool> {
+/// Whether there are leaks, and whether any block was judged.
+fn over_steps(args: &LeaksArgs, fail: bool) -> anyhow::Result<(bool, bool)> {
     let rule = args.step.rule();
     let mut online = Online::new(rule.clone(), true).with_steps_from(&rule, args.step.source());
-    let document = document(&args.dumps, &mut online)?;
+    let mut document = document(&args.dumps, &mut online)?;
+    if fail && !document.leaks_judged() {
+        document.notes.push(NOTHING_JUDGED.to_owned());
+    }
     if args.json {
         print_report(&document)?;
     } else {
         print(terminal::render(&document, false, false))?;
     }
-    Ok(document.has_leaks())
+    Ok((document.has_leaks(), document.leaks_judged()))
 }
 
 #[derive(Serialize)]
@@ -88,15 +96,17 @@ struct Found {
     report: Report,
 }
 
-fn between_marks(args: &LeaksArgs, mark: String) -> anyhow::Result<bool> {
+/// The same.
+fn between_marks(args: &LeaksArgs, mark: String) -> anyhow::Result<(bool, bool)> {
     let mut leaks = OfflineLeaks::new(Config { mark, start_index: args.start_index, pool: args.pool });
     let read = each_row(&args.dumps, |numbered| leaks.observe(numbered))?;
     let found = Found { read, report: leaks.finish() };
     let any = found.report.devices.iter().any(|device| !device.leaks.is_empty());
+    let judged = found.report.devices.iter().any(|device| device.between.is_some());
     if args.json {
         print_document(&found)?;
-        return Ok(any);
+    } else {
+        print(render(&found.report))?;
     }
-    print(render(&found.report))?;
-    Ok(any)
+    Ok((any, judged))
 }

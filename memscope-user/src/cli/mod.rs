@@ -15,7 +15,11 @@ mod progress;
 mod steps;
 mod trace;
 
-use std::{ffi::OsString, io, process::ExitCode};
+use std::{
+    ffi::OsString,
+    io::{self, IsTerminal},
+    process::ExitCode,
+};
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use tracing_subscriber::{EnvFilter, filter::LevelFilter};
@@ -104,6 +108,7 @@ impl LoggingArgs {
         tracing_subscriber::fmt()
             .with_env_filter(filter)
             .with_writer(io::stderr)
+            .with_ansi(io::stderr().is_terminal())
             .without_time()
             .with_target(false)
             .log_internal_errors(false)
@@ -118,6 +123,8 @@ enum Verdict {
     /// Of a command that was started.
     Passed(u8),
     NotReady,
+    /// There was to be a verdict, and there was nothing to judge.
+    NotJudged,
 }
 
 impl From<Verdict> for ExitCode {
@@ -126,7 +133,7 @@ impl From<Verdict> for ExitCode {
             Verdict::Fine => ExitCode::SUCCESS,
             Verdict::Findings => ExitCode::from(1),
             Verdict::Passed(code) => ExitCode::from(code),
-            Verdict::NotReady => ExitCode::from(2),
+            Verdict::NotReady | Verdict::NotJudged => ExitCode::from(2),
         }
     }
 }

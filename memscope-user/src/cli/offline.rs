@@ -136,6 +136,16 @@ pub(super) struct Read {
     pub notes: Vec<String>,
 }
 
+impl Read {
+    /// What was read of both.
+    pub fn and(mut self, other: Self) -> Self {
+        self.rows += other.rows;
+        self.unread += other.unread;
+        self.notes.extend(other.notes);
+        self
+    }
+}
+
 pub(super) fn shown(path: &Path) -> String {
     crate::text::sanitize(path.as_os_str().as_encoded_bytes()).into_owned()
 }

@@ -17,7 +17,7 @@ use crate::{
 
 #[derive(Debug, Args)]
 pub struct OomArgs {
-    /// Dumps: files (csv, db), or directories that stand for all dumps in them
+    /// Dumps: files (csv, db, capture), or directories that stand for all dumps in them
     #[arg(required = true, value_name = "DUMP")]
     dumps: Vec<PathBuf>,
     /// List so many of the largest and of the latest blocks [default: 3, with --json 10]

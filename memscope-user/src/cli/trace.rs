@@ -12,7 +12,7 @@ use std::{
 };
 
 use anyhow::Context;
-use clap::Args;
+use clap::{Args, builder::NonEmptyStringValueParser};
 use memscope_ebpf::MAX_DEPTH;
 
 use super::{
@@ -42,7 +42,8 @@ pub struct TraceArgs {
     #[arg(short, long, value_name = "PID", help_heading = "Whom to trace", conflicts_with_all = ["comm", "all", "program"])]
     pid: Vec<u32>,
     /// Trace the processes whose program has this name, now or later
-    #[arg(long, value_name = "NAME", help_heading = "Whom to trace", conflicts_with_all = ["all", "program"])]
+    #[arg(long, value_name = "NAME", help_heading = "Whom to trace", conflicts_with_all = ["all", "program"],
+        value_parser = NonEmptyStringValueParser::new())]
     comm: Option<String>,
     /// Trace every process of this host that uses Ascend libraries, now or later
     #[arg(short, long, help_heading = "Whom to trace", conflicts_with = "program")]
@@ -320,8 +321,7 @@ pub(super) fn run(args: TraceArgs, quiet: bool) -> anyhow::Result<Verdict> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let mut outcome = runtime.block_on(trace::run(config, &mut progress))?;
     if fail_on_leaks && !outcome.document.leaks_judged() {
-        let note = "--fail-on leaks had nothing to judge: fewer than three steps were seen";
-        outcome.document.notes.push(note.to_owned());
+        outcome.document.notes.push(NOTHING_JUDGED.to_owned());
     }
     progress.end();
     print(&outcome.document, json, all_frames)?;
@@ -332,12 +332,17 @@ pub(super) fn run(args: TraceArgs, quiet: bool) -> anyhow::Result<Verdict> {
     Ok(match outcome.status {
         Some(status) if !status.success() => Verdict::Passed(exit_code(status)),
         _ if fail_on_leaks && outcome.document.has_leaks() => Verdict::Findings,
+        _ if fail_on_leaks && !outcome.document.leaks_judged() => Verdict::NotJudged,
         _ if fail_on_inefficient && outcome.document.inefficient.as_ref().is_some_and(Report::any) => {
             Verdict::Findings
         }
         _ => Verdict::Fine,
     })
 }
+
+/// Why `--fail-on leaks` is neither 0 nor 1.
+pub(super) const NOTHING_JUDGED: &str =
+    "--fail-on leaks had nothing to judge: fewer than three steps were seen";
 
 fn create_report(path: &Path) -> anyhow::Result<BufWriter<File>> {
     let mut options = File::options();

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
-use crate::analysis::decompose::{ClassShare, Decomposition, Share};
+use crate::analysis::decompose::{Class, ClassShare, Decomposition, Share};
 use crate::model::{Frame, Name, Pool};
 
 use super::document::{Device, Document};
@@ -22,6 +22,11 @@ pub fn render(document: &Document, colour: bool) -> String {
     write_trees(&mut out, document, &Paint { colour });
     if out.is_empty() {
         line(&mut out, "No device memory was allocated.");
+    }
+    let mut classes = document.decomposition.iter().flat_map(|of| &of.classes).peekable();
+    if classes.peek().is_some() && classes.all(|class| class.class == Class::Unknown) {
+        let how = "write a dump with the accesses that tell what blocks are for: --analysis decompose";
+        line(&mut out, &format!("Next: {how}"));
     }
     out
 }
@@ -171,6 +176,7 @@ Memory of device 0: now, and at the peak of its pools
       not known                         0 B   2.00 MiB
     by operator
       PTA@ops@aclnnMm              5.00 MiB   7.00 MiB
+Next: write a dump with the accesses that tell what blocks are for: --analysis decompose
 "
         );
         let nothing = Document::new(Trace::default(), &Online::new(StepRule::default(), false));

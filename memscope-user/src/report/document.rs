@@ -628,10 +628,15 @@ fn empty_device(process: &Process, program: u32, device: Option<DeviceId>) -> De
     }
 }
 
-/// Whether what grows are blocks that were told of as leaks, by half at least.
+/// Whether it was told of as a leak: some blocks of it recur and stay, or what stays of it is half of the growth.
 fn is_leaking(trend: &Trend, verdicts: &Verdicts) -> bool {
-    let leaks = verdicts.leaks.iter().filter(|(block, _)| Source::of(block) == trend.source);
-    let leaked = leaks.fold(0_u64, |sum, (block, _)| sum.saturating_add(block.size));
+    let mut leaked = 0_u64;
+    for (block, pattern) in verdicts.leaks.iter().filter(|(block, _)| Source::of(block) == trend.source) {
+        if *pattern == Pattern::Recurring {
+            return true;
+        }
+        leaked = leaked.saturating_add(block.size);
+    }
     leaked >= trend.last_bytes.saturating_sub(trend.first_bytes) / 2
 }
 

@@ -17,6 +17,9 @@ pub const OOM_BLOCKS_SHOWN: usize = 3;
 /// Sites that failed; the rest is counted.
 const SITES_SHOWN: usize = 10;
 
+/// Processes of which it is told how many stacks there are.
+const TARGETS_SHOWN: usize = 10;
+
 /// Confidence above which inferred steps need no warning.
 const SURE: f64 = 0.75;
 
@@ -134,6 +137,9 @@ impl Report<'_> {
             }
         };
         line(out, &text);
+        if document.leaks_analysed && !document.steps.is_empty() {
+            self.without_steps(out);
+        }
         if document.events.lost > 0 {
             let text = format!(
                 "{} lost: figures are a lower bound, and a block whose free was lost looks leaked.",
@@ -141,6 +147,21 @@ impl Report<'_> {
             );
             line(out, &self.paint.alarm(&text));
             self.lost_frees(out);
+        }
+    }
+
+    /// Processes that used memory and were not judged, while others were.
+    fn without_steps(&self, out: &mut String) {
+        let has_steps: BTreeSet<_> = self.document.steps.iter().map(|step| step.pid).collect();
+        for process in self.document.processes.iter().filter(|process| !has_steps.contains(&process.pid)) {
+            let devices = self.document.devices.iter().filter(|device| {
+                (device.pid, device.program) == (process.pid, process.program)
+                    && device.pools.iter().any(|facts| facts.peak_bytes > 0)
+            });
+            if devices.count() > 0 {
+                let who = self.process(process.pid, process.program);
+                line(out, &format!("{}: leaks not judged: no step was seen.", capitalised(who.trim_end())));
+            }
         }
     }
 
@@ -205,18 +226,21 @@ impl Report<'_> {
 
     /// How many allocations have a Python stack, and why others have none.
     fn stacks(&self, out: &mut String) {
-        for target in &self.document.targets {
-            let Some(facts) = &target.stacks else { continue };
-            let without = units::sum(facts.without.iter().map(|without| without.allocations));
-            let all = facts.own + facts.via + without;
-            if all == 0 || facts.refused.is_some() {
-                continue;
-            }
+        let told = self.document.targets.iter().filter_map(|target| {
+            let facts = target.stacks.as_ref().filter(|facts| facts.refused.is_none())?;
+            let with = facts.own + facts.via;
+            let all = with + units::sum(facts.without.iter().map(|without| without.allocations));
+            // A program without an interpreter lacks nothing.
+            let has_python = target.python.is_some() || with > 0;
+            (all > 0 && has_python).then_some((target, facts, with, all))
+        });
+        let told: Vec<_> = told.collect();
+        for (target, facts, with, all) in told.iter().take(TARGETS_SHOWN) {
             let mut text = format!(
                 "Python stacks: {}{} of {}",
                 self.target(target.pid),
-                units::count(facts.own + facts.via),
-                units::count_of(all, "allocation")
+                units::count(*with),
+                units::count_of(*all, "allocation")
             );
             if facts.via > 0 {
                 let _ =
@@ -229,6 +253,7 @@ impl Report<'_> {
             }
             line(out, &text);
         }
+        more(out, told.len(), TARGETS_SHOWN);
     }
 
     /// The same of native stacks.
@@ -281,9 +306,7 @@ impl Report<'_> {
             }
             line(out, &text);
         }
-        if failed.len() > SITES_SHOWN {
-            line(out, &format!("  and {} more (--json lists them)", failed.len() - SITES_SHOWN));
-        }
+        more(out, failed.len(), SITES_SHOWN);
         for process in document.processes.iter().filter(|process| process.finalized) {
             if document.devices.iter().any(|device| {
                 (device.pid, device.program) == (process.pid, process.program) && !device.leaks.is_empty()
@@ -319,7 +342,7 @@ impl Report<'_> {
         } else if let Some(block) = leaking.first().and_then(|group| group.blocks.first()) {
             let mut text = "see what your code keeps of each step's results".to_owned();
             whence(&mut text, block);
-            if let Some(dump) = &document.dump {
+            if let Some(dump) = document.dump.as_ref().filter(|dump| is_text(&dump.path)) {
                 let _ = write!(
                     text,
                     "; the dump's rows before the block: grep -rn -B 20 {:x} {}",
@@ -340,7 +363,11 @@ impl Report<'_> {
                 Some(target) if !document.processes.iter().all(|process| process.ended.is_some()) => {
                     format!("-p {}", target.pid)
                 }
-                _ => "--file LIBRARY".to_owned(),
+                Some(_) => "--file LIBRARY".to_owned(),
+                None => {
+                    line(out, "Next: see which processes have Ascend libraries: memscope-trace check");
+                    return;
+                }
             };
             format!("see which sites can be probed at all: memscope-trace probes {hint}")
         } else if document.leaks_analysed && document.steps.is_empty() {
@@ -381,6 +408,18 @@ impl Report<'_> {
             _ => String::new(),
         }
     }
+}
+
+/// Says how many of a list were not shown.
+fn more(out: &mut String, all: usize, shown: usize) {
+    if let Some(more) = all.checked_sub(shown).filter(|more| *more > 0) {
+        line(out, &format!("  and {} more (--json lists them)", units::count(more as u64)));
+    }
+}
+
+/// Of what a search for text finds anything in: a dump in CSV, or a directory.
+fn is_text(dump: &str) -> bool {
+    !dump.split(' ').any(|path| [".db", ".arrows", ".capture"].iter().any(|end| path.ends_with(end)))
 }
 
 pub(super) fn line(out: &mut String, text: &str) {

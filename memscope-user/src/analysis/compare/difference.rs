@@ -797,7 +797,13 @@ impl fmt::Display for Verdict {
         let less = if self.net_diff < 0 { " less" } else { "" };
         match &self.cause {
             Some(Cause::Kept { like, place, blocks, never_freed, others }) => {
-                write!(f, ": {}{less}", units::blocks(*blocks))?;
+                match *blocks {
+                    // As many, of other sizes.
+                    0 => {
+                        f.write_str(if self.net_diff < 0 { ": smaller blocks" } else { ": larger blocks" })?
+                    }
+                    blocks => write!(f, ": {}{less}", units::blocks(blocks))?,
+                }
                 if let Some(op) = &like.op {
                     write!(f, " from {op}")?;
                 }

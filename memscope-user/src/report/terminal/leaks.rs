@@ -162,7 +162,7 @@ impl Report<'_> {
         trends
     }
 
-    /// Blocks that were freed late, a line for each line of the program and number of steps.
+    /// Blocks that were freed late, a line for each line of the program.
     pub(super) fn late(&self, out: &mut String) {
         let mut kinds: Vec<Late<'_>> = Vec::new();
         for device in &self.document.devices {
@@ -170,17 +170,16 @@ impl Report<'_> {
             for group in &device.late_groups {
                 let likeness: Likeness<'_> =
                     group.place.as_ref().ok_or((size_class(group.largest), group.op.as_ref()));
-                let kind = alike
-                    .entry((group.pool, likeness, group.held_min, group.held_max))
-                    .or_insert_with(|| Late::new(device, group));
+                let kind = alike.entry((group.pool, likeness)).or_insert_with(|| Late::new(device, group));
                 kind.add(group);
             }
             kinds.extend(alike.into_values());
         }
         kinds.sort_by_key(|kind| std::cmp::Reverse(kind.count.bytes));
-        for Late { device, group, count, steps: (first, last), one_op } in kinds.iter().take(LATE_SHOWN) {
+        for Late { device, group, count, steps: (first, last), held, one_op } in kinds.iter().take(LATE_SHOWN)
+        {
             let steps = |number: u32| units::count_of(number.into(), "step");
-            let held = match (group.held_min, group.held_max) {
+            let held = match *held {
                 (min, max) if min == max => steps(max),
                 (min, max) => format!("{min} to {}", steps(max)),
             };
@@ -279,13 +278,15 @@ impl Group<'_> {
     }
 }
 
-/// Blocks of a line that were freed after as many steps.
+/// Late blocks of a line.
 struct Late<'a> {
     device: &'a Device,
     /// The first of them.
     group: &'a LateFacts,
     count: Count,
     steps: (StepId, StepId),
+    /// Least and most steps from allocation to free.
+    held: (u32, u32),
     /// All were allocated around the same operator.
     one_op: bool,
 }
@@ -293,18 +294,20 @@ struct Late<'a> {
 impl<'a> Late<'a> {
     fn new(device: &'a Device, group: &'a LateFacts) -> Self {
         let steps = (group.first_step, group.last_step);
-        Late { device, group, count: Count::default(), steps, one_op: true }
+        let held = (group.held_min, group.held_max);
+        Late { device, group, count: Count::default(), steps, held, one_op: true }
     }
 
     fn add(&mut self, group: &LateFacts) {
         self.count.blocks += group.blocks;
         self.count.bytes = self.count.bytes.saturating_add(group.bytes);
         self.steps = (self.steps.0.min(group.first_step), self.steps.1.max(group.last_step));
+        self.held = (self.held.0.min(group.held_min), self.held.1.max(group.held_max));
         self.one_op &= self.group.op == group.op;
     }
 }
 
-/// `step 5`, `steps 2-6`, `steps 2-5, 8`, `23 of steps 2-99`; and whether it has stopped.
+/// `step 5`, `steps 2-6`, `steps 2-5, 8`, `23 of the steps 2-99`; and whether it has stopped.
 pub(super) fn step_list(steps: &BTreeSet<StepId>, last_judged: u32) -> String {
     let mut runs: Vec<(u32, u32)> = Vec::new();
     for StepId(step) in steps.iter().copied() {
@@ -327,7 +330,7 @@ pub(super) fn step_list(steps: &BTreeSet<StepId>, last_judged: u32) -> String {
                 .collect();
             format!("steps {}", runs.join(", "))
         }
-        _ => format!("{} of steps {first}-{last}", steps.len()),
+        _ => format!("{} of the steps {first}-{last}", steps.len()),
     };
     let widest_gap = runs.windows(2).map(|pair| pair[1].0 - pair[0].1).max().unwrap_or(1);
     if last_judged > last + 2 * widest_gap {

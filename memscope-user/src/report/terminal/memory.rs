@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
-use super::{Report, at, line, made_at, threads, whence};
+use super::{Report, at, line, made_at, more, threads, whence};
 use crate::analysis::reserve::Point;
 use crate::model::{Pool, StepId};
 use crate::report::document::{
@@ -13,6 +13,7 @@ use crate::report::units;
 
 /// Lines of each list; the rest is counted.
 const OOMS_SHOWN: usize = 5;
+const DEVICES_SHOWN: usize = 20;
 pub(super) const HOLDERS_SHOWN: usize = 8;
 
 impl Report<'_> {
@@ -48,7 +49,13 @@ impl Report<'_> {
             return;
         }
         line(out, &self.paint.heading("Memory"));
-        for device in &self.document.devices {
+        // Of many processes, those that used most.
+        let mut devices: Vec<&Device> = self.document.devices.iter().collect();
+        if devices.len() > DEVICES_SHOWN {
+            let peak = |device: &Device| units::sum(device.pools.iter().map(|facts| facts.peak_bytes));
+            devices.sort_by_key(|device| std::cmp::Reverse(peak(device)));
+        }
+        for device in devices.iter().take(DEVICES_SHOWN) {
             let mut text = format!("  {}", self.place(device));
             if let Some(reconciliation) = &device.reconciliation {
                 let _ = write!(text, ": {}", driver_line(reconciliation));
@@ -79,7 +86,8 @@ impl Report<'_> {
                 line(out, &format!("    {}: {}", free.pool, free_space(free, None)));
             }
         }
-        for process in &self.document.processes {
+        more(out, devices.len(), DEVICES_SHOWN);
+        for process in self.document.processes.iter().take(DEVICES_SHOWN) {
             for gaps in &process.pools {
                 if gaps.unknown_frees.blocks > 0 {
                     let text = format!(

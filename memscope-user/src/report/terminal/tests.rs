@@ -343,8 +343,11 @@ fn late_blocks_of_a_line_are_one_line() {
     for step in 1..=12u64 {
         script.step(|s| {
             s.alloc_at(Some(12), Whose::Own, 0x1000 * step, MIB << (step % 5));
-            if step > 2 {
-                s.free(0x1000 * (step - 2));
+            // Those of odd steps are held for one step longer.
+            for freed in [step.wrapping_sub(2), step.wrapping_sub(3)] {
+                if freed < step && step - freed == 2 + freed % 2 {
+                    s.free(0x1000 * freed);
+                }
             }
         });
     }
@@ -352,7 +355,7 @@ fn late_blocks_of_a_line_are_one_line() {
     let late: Vec<&str> = text.lines().filter(|line| line.starts_with("Late: ")).collect();
     let [late] = late[..] else { panic!("{text}") };
     assert!(
-        late.contains(": 9 blocks, ") && late.contains("freed 2 steps after allocation in steps 2-10"),
+        late.contains(": 9 blocks, ") && late.contains("freed 2 to 3 steps after allocation in steps 2-10"),
         "{late}"
     );
     assert!(late.ends_with(", at project/train.py:12 in main"), "{late}");
@@ -463,7 +466,7 @@ fn lists_of_steps_are_short() {
     assert_eq!(list(&[5], 6), "step 5");
     assert_eq!(list(&[2, 3, 4, 5, 6], 6), "steps 2-6");
     assert_eq!(list(&[2, 3, 5, 8, 9], 10), "steps 2-3, 5, 8-9");
-    assert_eq!(list(&[2, 4, 6, 8, 10], 12), "5 of steps 2-10");
+    assert_eq!(list(&[2, 4, 6, 8, 10], 12), "5 of the steps 2-10");
     assert_eq!(list(&[2, 3, 4], 99), "steps 2-4 (none in steps 5-99)");
     assert_eq!(list(&[2, 12], 30), "steps 2, 12");
 }
@@ -576,4 +579,45 @@ fn segments_with_little_in_them_are_named() {
         "39.0 MiB free in 3 segments of 60.0 MiB, in 2 pieces, the largest 20.0 MiB; 1 empty segment of 20.0 MiB; \
          1 segment of 20.0 MiB less than a quarter full, for 1.00 MiB"
     );
+}
+
+#[test]
+fn a_process_without_steps_is_not_passed_over() {
+    let mut s = Script::new();
+    for step in 1..=4 {
+        s.step(|s| {
+            s.alloc(0x1000 * step, MIB).free(0x1000 * step);
+        });
+    }
+    let mut worker = Script::new();
+    worker.alloc(0x9000, MIB);
+    let of_worker =
+        worker.events.into_iter().map(|event| Event { tgid: Tgid(4556), tid: Tid(4556), ..event });
+    let events: Vec<Event> = of_worker.chain(s.events).collect();
+    let text = render(&document(&events, Trace::default()), false, false);
+    let head: Vec<&str> = text.lines().take(2).collect();
+    assert_eq!(
+        head,
+        [
+            "No recurring leak among what was allocated in steps 2-3.",
+            "Process 4556: leaks not judged: no step was seen."
+        ]
+    );
+}
+
+#[test]
+fn of_many_processes_those_that_used_most_are_shown() {
+    let events: Vec<Event> = (1..=30)
+        .flat_map(|pid| {
+            let mut s = Script::new();
+            s.alloc(0x1000, u64::from(pid) * MIB);
+            s.events.into_iter().map(move |event| Event { tgid: Tgid(pid), tid: Tid(pid), ..event })
+        })
+        .collect();
+    let text = render(&document(&events, Trace::default()), false, false);
+    let memory = text.split_once("Memory\n").expect("a section").1;
+    let shown = memory.lines().filter(|line| line.starts_with("  process ")).count();
+    assert_eq!(shown, 20, "{memory}");
+    assert!(memory.starts_with("  process 30 device 0"), "{memory}");
+    assert!(memory.contains("  and 10 more (--json lists them)"), "{memory}");
 }
