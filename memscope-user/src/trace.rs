@@ -52,6 +52,8 @@ use crate::{
 const TICK: Duration = Duration::from_millis(50);
 /// How often new processes and libraries are looked for that no event announces.
 const SCAN: Duration = Duration::from_secs(1);
+/// How often what processes that have ended leave in the kernel's maps is cleared away.
+const SWEEP: Duration = Duration::from_secs(5);
 /// How long events are held back, in processes that mark no step, until it is clear whether one begins before them: at
 /// most this old is what the dump and the status line lack.
 const HELD: Duration = Duration::from_secs(10);
@@ -248,9 +250,8 @@ struct Session<'p> {
     timing: Timing,
     notes: Vec<String>,
     notes_left_out: u64,
-    /// Calls within which processes have ended.
-    open_calls: u64,
     missed: Missed,
+    last_sweep: Instant,
     recorder: Option<Recorder>,
     progress: &'p mut dyn Progress,
     root: Option<Tgid>,
@@ -307,8 +308,8 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
         timing: Timing { started_ns, ..Timing::default() },
         notes: Vec::new(),
         notes_left_out: 0,
-        open_calls: 0,
         missed: Missed::default(),
+        last_sweep: Instant::now(),
         recorder: record,
         progress,
         root: None,
@@ -632,6 +633,10 @@ impl Session<'_> {
         if self.attacher.takes_stacks() {
             self.tend_threads();
         }
+        if self.last_sweep.elapsed() >= SWEEP {
+            self.last_sweep = Instant::now();
+            self.attacher.sweep();
+        }
         let proc = self.config.proc.clone();
         let wanted: Option<String> = match &self.config.targets {
             Targets::Called(name) => Some(name.clone()),
@@ -867,7 +872,6 @@ impl Session<'_> {
         };
         let ending = self.attacher.ending(tgid);
         let line = ended_line(&target.process, &ending);
-        self.open_calls += ending.open_calls;
         target.ended = Some(ending);
         self.attacher.forget(tgid);
         self.decoder.forget(tgid);
@@ -915,8 +919,7 @@ impl Session<'_> {
             due += counters.hits;
             lost_total += lost(&counters);
         }
-        let open = self.open_calls + self.attacher.open_calls();
-        due.saturating_sub(self.decoder.received + lost_total + open)
+        due.saturating_sub(self.decoder.received + lost_total + self.attacher.open_calls())
     }
 
     fn show_status(&mut self) {

@@ -270,6 +270,10 @@ pub struct Attacher {
     ended: Vec<(SiteState, Counters)>,
     links: BTreeMap<Scope, Vec<Link>>,
     host_links: Vec<Link>,
+    /// Processes that have ended since the last [`Attacher::sweep`].
+    gone: HashSet<Tgid>,
+    /// Calls within which processes have ended.
+    abandoned_calls: u64,
 }
 
 /// A file by one of its names.
@@ -319,10 +323,8 @@ struct AttacherMaps {
 pub struct Ending {
     /// As its parent is told; `None`: this kernel does not tell us.
     pub status: Option<ExitStatus>,
-    /// Probed functions that some thread was in.
+    /// Probed functions that some thread was in, where the process was killed.
     pub within: Vec<&'static str>,
-    /// Calls of them that never returned.
-    pub open_calls: u64,
 }
 
 /// What is known of a process's libraries.
@@ -419,6 +421,8 @@ impl Attacher {
             ended: Vec::new(),
             links: BTreeMap::new(),
             host_links: Vec::new(),
+            gone: HashSet::new(),
+            abandoned_calls: 0,
         };
         attacher.try_stacks();
         attacher.try_native_stacks()?;
@@ -618,7 +622,7 @@ impl Attacher {
     /// Calls of all processes that have been entered and have not returned.
     pub fn open_calls(&self) -> u64 {
         let calls = self.maps.in_flight.iter().flatten();
-        calls.filter(|(_, call)| call.active == 1).count() as u64
+        self.abandoned_calls + calls.filter(|(_, call)| call.active == 1).count() as u64
     }
 
     /// Counters of a site, over all CPUs.
@@ -632,6 +636,7 @@ impl Attacher {
 
     /// Observe a process, or not, at sites of scope [`Scope::Host`].
     pub fn judge(&mut self, tgid: Tgid, observe: bool) -> Result<(), AttachError> {
+        self.gone.remove(&tgid);
         let value = if observe { verdict::OBSERVE } else { verdict::IGNORE };
         self.maps.targets.insert(tgid.0, value, 0).map_err(|source| AttachError::Target { tgid, source })
     }
@@ -639,33 +644,45 @@ impl Attacher {
     /// How a process ended that has; to be asked before it is forgotten.
     pub fn ending(&self, tgid: Tgid) -> Ending {
         let code = self.maps.endings.get(&tgid.0, 0).ok();
-        let is_open = |key: &InFlightKey| self.maps.in_flight.get(key, 0).is_ok_and(|call| call.active == 1);
-        let sites = self.calls_of(tgid).into_iter().filter(is_open).map(|key| key.site as usize);
-        let mut within: Vec<_> = sites.filter_map(|site| Some(self.sites.get(site)?.probe.site)).collect();
-        let open_calls = within.len() as u64;
-        within.sort_unstable();
-        within.dedup();
-        Ending { status: code.map(|code| ExitStatus::from_raw(code as i32)), within, open_calls }
+        let status = code.map(|code| ExitStatus::from_raw(code as i32));
+        // The map is large, and who exits by itself is in no call as a rule.
+        let mut within = Vec::new();
+        if status.is_none_or(|status| status.code().is_none()) {
+            let calls = self.maps.in_flight.iter().flatten();
+            let open = calls.filter(|(key, call)| (key.pid_tgid >> 32) as u32 == tgid.0 && call.active == 1);
+            within.extend(open.filter_map(|(key, _)| Some(self.sites.get(key.site as usize)?.probe.site)));
+            within.sort_unstable();
+            within.dedup();
+        }
+        Ending { status, within }
     }
 
-    fn calls_of(&self, tgid: Tgid) -> Vec<InFlightKey> {
-        let keys = self.maps.in_flight.keys().flatten();
-        keys.filter(|key| (key.pid_tgid >> 32) as u32 == tgid.0).collect()
+    /// Makes room in the maps that are kept by thread: once for all processes that have ended since the last time, since
+    /// all of a map must be gone through.
+    pub fn sweep(&mut self) {
+        let gone = std::mem::take(&mut self.gone);
+        if gone.is_empty() {
+            return;
+        }
+        let is_gone = |pid_tgid: u64| gone.contains(&Tgid((pid_tgid >> 32) as u32));
+        let calls = self.maps.in_flight.iter().flatten();
+        let calls: Vec<_> = calls.filter(|(key, _)| is_gone(key.pid_tgid)).collect();
+        for (key, call) in calls {
+            self.abandoned_calls += u64::from(call.active == 1);
+            let _ = self.maps.in_flight.remove(&key);
+        }
+        let stale: Vec<u64> = self.maps.api_calls.keys().flatten().filter(|key| is_gone(*key)).collect();
+        for key in stale {
+            let _ = self.maps.api_calls.remove(&key);
+        }
+        self.forget_threads(is_gone);
     }
 
     /// Forgets a process that ended: its id may come again, its calls in flight never return.
     pub fn forget(&mut self, tgid: Tgid) {
         let _ = self.maps.targets.remove(&tgid.0);
         let _ = self.maps.endings.remove(&tgid.0);
-        for key in self.calls_of(tgid) {
-            let _ = self.maps.in_flight.remove(&key);
-        }
-        let stale: Vec<_> =
-            self.maps.api_calls.keys().flatten().filter(|key| (key >> 32) as u32 == tgid.0).collect();
-        for key in stale {
-            let _ = self.maps.api_calls.remove(&key);
-        }
-        self.forget_threads(|pid_tgid| (pid_tgid >> 32) as u32 == tgid.0);
+        self.gone.insert(tgid);
         let _ = self.maps.interpreters.remove(&tgid.0);
         self.processes.remove(&tgid);
         if let Some(links) = self.links.remove(&Scope::Process(tgid)) {
