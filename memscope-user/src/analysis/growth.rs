@@ -7,6 +7,8 @@
 //!
 //! Blocks that leak grow as well: who shows both takes those off ([`Leaks`](super::leaks::Leaks)).
 
+use std::collections::VecDeque;
+
 use rustc_hash::FxHashMap;
 
 use crate::model::{Block, Change, DeviceId, Event, Frame, Ledger, Name, Pool, Process, StepId};
@@ -28,6 +30,9 @@ const FIT_MIN: f64 = 0.8;
 
 /// Growth in all, as a share of the mean.
 const SHARE_MIN: f64 = 0.1;
+
+/// Steps without a new maximum, at least, after which it grows no more.
+const QUIET_MIN: u32 = 5;
 
 /// Lines that are told apart, per process: their names come from the target.
 const SOURCES_MAX: usize = 1 << 16;
@@ -69,7 +74,24 @@ pub struct Trend {
 #[derive(Debug, Default)]
 pub struct Growth {
     /// By position in [`Ledger::processes`].
-    processes: Vec<FxHashMap<Source, Series>>,
+    processes: Vec<Of>,
+}
+
+#[derive(Debug, Default)]
+struct Of {
+    sources: FxHashMap<Source, Series>,
+    /// Bytes of blocks from before attach that were freed lately, by step. Whose they were is not known: while they go,
+    /// each line climbs to what it had before.
+    old: FxHashMap<(Pool, Option<DeviceId>), VecDeque<(u32, u64)>>,
+}
+
+impl Of {
+    /// Bytes a step over the last steps.
+    fn old_per_step(&self, source: &Source, last_ended: u32) -> f64 {
+        let freed = self.old.get(&(source.pool, source.device)).into_iter().flatten();
+        let lately = freed.filter(|(step, _)| step + ENDS_MIN > last_ended).map(|(_, bytes)| *bytes);
+        lately.fold(0_u64, u64::saturating_add) as f64 / f64::from(ENDS_MIN)
+    }
 }
 
 /// Sums over the ends of steps up to the one before `step`, in which the live bytes changed last.
@@ -81,6 +103,10 @@ struct Series {
     rises: u32,
     first: Option<(u32, u64)>,
     last: u64,
+    /// The most there was, at the end of which step it was first there, and the longest it took to a new maximum.
+    most: u64,
+    record: u32,
+    pause: u32,
     t: f64,
     tt: f64,
     y: f64,
@@ -99,6 +125,10 @@ impl Series {
         let first = *self.first.get_or_insert((from, self.live));
         if first.0 != from && self.live > self.last {
             self.rises += 1;
+        }
+        if self.live > self.most || first.0 == from {
+            self.pause = self.pause.max(from - self.record.max(first.0));
+            (self.most, self.record) = (self.live, from);
         }
         self.last = self.live;
         self.ends += to - from;
@@ -121,6 +151,10 @@ impl Series {
         let of_y = n * self.yy - self.y * self.y;
         let common = n * self.ty - self.t * self.y;
         if self.ends < ENDS_MIN || self.rises < RISES_MIN || common <= 0.0 || of_t <= 0.0 || of_y <= 0.0 {
+            return None;
+        }
+        let quiet = (first_step + self.ends - 1).saturating_sub(self.record);
+        if quiet >= QUIET_MIN.max(self.pause.saturating_mul(3)) {
             return None;
         }
         let (per_step, fit) = (common / of_t, (common / of_t) * (common / of_y));
@@ -156,8 +190,21 @@ impl Analysis for Growth {
                 }
             }
             Change::Freed(block) => self.change(position, block, process, u64::saturating_sub),
+            Change::UnknownFree { pool, device, size: Some(size) } => {
+                let step = process.steps().current().0;
+                let freed = self.of(position).old.entry((*pool, *device)).or_default();
+                match freed.back_mut().filter(|(last, _)| *last == step) {
+                    Some((_, bytes)) => *bytes = bytes.saturating_add(*size),
+                    None => freed.push_back((step, *size)),
+                }
+                while freed.len() > ENDS_MIN as usize + 1 {
+                    freed.pop_front();
+                }
+            }
             Change::StepsRetracted => {
-                for series in self.processes.get_mut(position).into_iter().flat_map(FxHashMap::values_mut) {
+                let of = self.of(position);
+                of.old.clear();
+                for series in of.sources.values_mut() {
                     *series = Series { live: series.live, ..Series::default() };
                 }
             }
@@ -169,16 +216,17 @@ impl Analysis for Growth {
 impl Growth {
     /// What grows in the process at this position of [`Ledger::processes`]; most bytes first.
     pub fn trends(&self, position: usize, process: &Process) -> Vec<Trend> {
-        let mut trends: Vec<Trend> = self
-            .processes
-            .get(position)
-            .into_iter()
-            .flatten()
+        let Some(of) = self.processes.get(position) else { return Vec::new() };
+        let last_ended = process.steps().last_ended().0;
+        let mut trends: Vec<Trend> = of
+            .sources
+            .iter()
             .filter_map(|(source, series)| {
                 let mut series = series.clone();
-                series.settle(process.steps().last_ended().0);
+                series.settle(last_ended);
                 series.trend(source)
             })
+            .filter(|trend| of.old_per_step(&trend.source, last_ended) < trend.per_step / 2.0)
             .collect();
         trends.sort_by(|a, b| {
             b.per_step.total_cmp(&a.per_step).then_with(|| a.source.place.cmp(&b.source.place))
@@ -186,14 +234,18 @@ impl Growth {
         trends
     }
 
+    fn of(&mut self, position: usize) -> &mut Of {
+        if self.processes.len() <= position {
+            self.processes.resize_with(position + 1, Of::default);
+        }
+        &mut self.processes[position]
+    }
+
     fn change(&mut self, position: usize, block: &Block, process: &Process, by: fn(u64, u64) -> u64) {
         if !matches!(block.pool, Pool::Pta | Pool::Atb | Pool::Mindspore) {
             return;
         }
-        if self.processes.len() <= position {
-            self.processes.resize_with(position + 1, FxHashMap::default);
-        }
-        let sources = &mut self.processes[position];
+        let sources = &mut self.of(position).sources;
         let source = Source::of(block);
         if sources.len() >= SOURCES_MAX && !sources.contains_key(&source) {
             return;
@@ -207,8 +259,8 @@ impl Growth {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::testing::{MIB, PID, Script};
-    use crate::model::{EventKind, Whose};
+    use crate::model::testing::{MAIN, MIB, PID, Script};
+    use crate::model::{DevicePtr, EventKind, Free, Whose};
 
     const KIB: u64 = 1024;
 
@@ -267,12 +319,49 @@ mod tests {
         assert_eq!(trends(&replaced(6, |step| step * MIB)), [], "too few steps");
     }
 
+    /// Whatever its blocks' sizes: full, it is no growth however long it took to fill.
+    #[test]
+    fn what_rose_and_is_flat_does_not_grow() {
+        for steps in 31..60 {
+            assert_eq!(trends(&replaced(steps, |step| step.min(25) * MIB)), [], "{steps} steps");
+        }
+        assert_eq!(trends(&replaced(26, |step| step.min(25) * MIB)).len(), 1, "it may go on");
+        // New maxima each four steps.
+        assert_eq!(trends(&replaced(44, |step| (step / 4) * MIB)).len(), 1);
+    }
+
+    /// Attached in the middle: what is there of a ring climbs until all of it has been replaced.
+    #[test]
+    fn what_takes_the_place_of_blocks_from_before_attach_does_not_grow() {
+        let attached = |steps: u64, old: u64| {
+            let mut script = Script::new();
+            for step in 1..=steps {
+                script.step(|s| {
+                    s.alloc_at(Some(7), Whose::Own, 0x1000 * step, 64 * KIB);
+                    if step <= old {
+                        let free = Free {
+                            pool: Pool::Pta,
+                            device: Some(DeviceId(0)),
+                            ptr: DevicePtr(0x90_0000 + 0x1000 * step),
+                            size: Some(64 * KIB),
+                            totals: None,
+                        };
+                        s.push(MAIN, EventKind::Free(free));
+                    }
+                });
+            }
+            trends(&script)
+        };
+        assert_eq!(attached(30, 30), []);
+        assert_eq!(attached(30, 8).len(), 1, "those from before have gone, and it grows on");
+    }
+
     #[test]
     fn what_the_end_of_the_program_frees_changes_nothing() {
         let mut script = replaced(20, |step| step * MIB);
         script.free(0x1000 * 20);
         let before = trends(&script);
-        script.push(crate::model::testing::MAIN, EventKind::AclFinalize);
+        script.push(MAIN, EventKind::AclFinalize);
         script.free(0x1000 * 19);
         assert_eq!(trends(&script), before);
         assert_eq!(before.len(), 1);
@@ -281,7 +370,7 @@ mod tests {
     #[test]
     fn steps_that_were_none_are_forgotten() {
         let mut script = replaced(20, |step| step * MIB);
-        script.push(crate::model::testing::MAIN, EventKind::StepsRetracted);
+        script.push(MAIN, EventKind::StepsRetracted);
         assert_eq!(trends(&script), []);
     }
 }

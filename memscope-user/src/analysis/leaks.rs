@@ -25,6 +25,7 @@
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap};
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
@@ -244,10 +245,44 @@ impl Old {
         self.ended = steps.last_ended().0;
     }
 
+    /// Both together: blocks of either size.
+    fn and(self, other: Self) -> Self {
+        Self {
+            steps: self.steps.saturating_add(other.steps),
+            last_step: self.last_step.max(other.last_step),
+            ended: self.ended.max(other.ended),
+        }
+    }
+
     /// The d that they stand for.
     fn held(&self, process: &Process) -> u32 {
         let counts = self.steps >= 2 && process.steps().last_ended().0 < self.ended + 2;
         if counts { self.ended } else { 0 }
+    }
+}
+
+/// The least and the largest size class of the blocks that one call wanted: older ones of the call may have been of any
+/// between them.
+struct Classes(FxHashMap<Call, (u16, u16)>);
+
+impl Classes {
+    fn of<'a>(blocks: impl IntoIterator<Item = &'a Block>) -> Self {
+        let mut classes: FxHashMap<Call, (u16, u16)> = FxHashMap::default();
+        for block in blocks {
+            if let Some(call) = Call::of(block) {
+                let class = size_class(block.size);
+                let (least, most) = classes.entry(call).or_insert((class, class));
+                (*least, *most) = (class.min(*least), class.max(*most));
+            }
+        }
+        Classes(classes)
+    }
+
+    fn like(&self, block: &Block) -> RangeInclusive<u16> {
+        let class = size_class(block.size);
+        let (least, most) =
+            Call::of(block).and_then(|call| self.0.get(&call).copied()).unwrap_or((class, class));
+        least..=most
     }
 }
 
@@ -401,16 +436,18 @@ impl Watched {
 
     /// Passes judgement on blocks that nothing will be heard of any more.
     fn judge_for_good<'a>(&mut self, blocks: impl IntoIterator<Item = &'a Block>, process: &Process) {
+        let blocks: Vec<&Block> = blocks.into_iter().collect();
+        let classes = Classes::of(blocks.iter().copied());
         let judged: Vec<_> = blocks
             .into_iter()
             .filter(|block| block.id > self.judged_to)
-            .filter_map(|block| Some((block.clone(), self.judge(block, process)?)))
+            .filter_map(|block| Some((block.clone(), self.judge(block, process, &classes)?)))
             .collect();
         self.judged.extend(judged);
     }
 
     /// `None` for blocks that are in order.
-    fn judge(&self, block: &Block, process: &Process) -> Option<Verdict> {
+    fn judge(&self, block: &Block, process: &Process, classes: &Classes) -> Option<Verdict> {
         if block.step <= WARM_UP || !block.belongs_to_program() {
             return None;
         }
@@ -419,7 +456,9 @@ impl Watched {
             return Some(Verdict::NotJudged(Reason::LastStep));
         }
         let longest = self.freed_late_as(block).unwrap_or_else(|| {
-            let old = self.old.get(&(block.pool, block.device, size_class(block.size)));
+            let old =
+                classes.like(block).filter_map(|class| self.old.get(&(block.pool, block.device, class)));
+            let old = old.copied().reduce(Old::and);
             let warm =
                 Like::of(block).of_any_op().by_sizes_asked(block).filter_map(|like| self.warm.longest(&like));
             warm.max().unwrap_or(0).max(old.map_or(0, |old| old.held(process)))
@@ -440,10 +479,11 @@ impl Watched {
     }
 
     fn verdicts(&self, process: &Process) -> Verdicts {
+        let classes = Classes::of(process.blocks());
         let alive = process
             .blocks()
             .filter(|block| block.id > self.judged_to)
-            .filter_map(|block| Some((block.clone(), self.judge(block, process)?)));
+            .filter_map(|block| Some((block.clone(), self.judge(block, process, &classes)?)));
         let mut judged: Vec<(Block, Verdict)> = self.judged.iter().cloned().chain(alive).collect();
         judged.sort_unstable_by_key(|(block, _)| block.id);
 
@@ -458,6 +498,10 @@ impl Watched {
             }
         }
         let last_ended = process.steps().last_ended();
+        // What came after it is young yet, whether it leaks or not.
+        let last_judged = |block: &Block| {
+            StepId(last_ended.0.saturating_sub(self.freed_late_as(block).map_or(0, |longest| longest + 1)))
+        };
         let steps_judged = (last_ended.0 as usize).saturating_sub(2);
 
         let mut verdicts = Verdicts::default();
@@ -473,7 +517,7 @@ impl Watched {
                 .peekable();
             let pattern = if recurred.peek().is_none() {
                 Pattern::Once
-            } else if recurred.all(|steps| has_settled(steps, last_ended)) {
+            } else if recurred.all(|steps| has_settled(steps, last_judged(&block))) {
                 Pattern::Settled
             } else {
                 Pattern::Recurring

@@ -676,3 +676,40 @@ fn old_frees_excuse_for_a_while_only() {
     assert_eq!(leaked(4), [], "as young as the old ones may have been");
     assert_eq!(leaked(5), [(0x30, 2, Once)]);
 }
+
+/// Batches of a different length in each step, the last six of them kept; attached when it was full.
+#[test]
+fn a_ring_of_varying_sizes_from_before_attach_is_no_leak() {
+    let size = |step: u64| MIB << (step * 5 % 7);
+    let mut script = Script::new();
+    for step in 1..=6u64 {
+        script.step(|s| {
+            s.alloc_at(Some(7), Whose::Own, 0x1000 * step, size(step));
+            let free = Free {
+                pool: Pool::Pta,
+                device: Some(DeviceId(0)),
+                ptr: DevicePtr(0x900_0000 + 0x1000 * step),
+                size: Some(size(step + 2) + MIB),
+                totals: None,
+            };
+            s.push(MAIN, EventKind::Free(free));
+        });
+    }
+    assert_eq!(leaks(&verdicts(&script)), []);
+}
+
+/// One of many blocks stays every five steps; the others are freed after twelve, so the last of those that stay are young.
+#[test]
+fn a_leak_of_what_is_held_long_has_not_settled_while_its_last_blocks_are_young() {
+    let mut script = Script::new();
+    for step in 1..=40u64 {
+        script.step(|s| {
+            s.alloc_at(Some(7), Whose::Own, 0x1000 * step, MIB);
+            if step > 12 && (step - 12) % 5 != 0 {
+                s.free(0x1000 * (step - 12));
+            }
+        });
+    }
+    let found = leaks(&verdicts(&script));
+    assert!(found.len() >= 4 && found.iter().all(|(.., pattern)| *pattern == Recurring), "{found:?}");
+}
