@@ -75,7 +75,7 @@ fn rounds(tape: &Tape) -> usize {
 }
 
 fn decoder(tape: &Tape) -> Decoder {
-    let mut decoder = Decoder::new(0, |_, _, _| None);
+    let mut decoder = Decoder::new(0, Box::new(|_, _, _| None));
     tape.introduce_sites(&mut decoder);
     decoder
 }

@@ -1,11 +1,17 @@
 //! Whether this host is ready for tracing, and what to do where it is not.
 
-use std::{fs, path::Path};
+use std::fs;
 
 use serde::Serialize;
 
 use crate::{
-    attach::{Attacher, Config, NativeStackConfig, StackConfig, kernel::Features, process::Proc},
+    attach::{
+        self, Attacher, Config, NativeStackConfig, StackConfig,
+        cost::{self, Effort, Price, Prices},
+        kernel::{self, Features},
+        privilege,
+        proc::Proc,
+    },
     model::Tgid,
     probes::catalogue::is_ascend_library,
     trace::wanted_libraries,
@@ -46,106 +52,103 @@ impl Line {
 }
 
 /// Looks at everything that tracing depends on. Attaches nothing to any process.
-pub fn run() -> Vec<Line> {
+pub fn run(proc: &Proc) -> Vec<Line> {
+    // As a trace does first.
+    attach::raise_limits();
     let features = Features::probe();
-    let mut lines = vec![kernel(), privileges()];
+    let mut lines = vec![release(), privileges()];
     lines.extend(sysctls());
     lines.extend(lockdown());
     lines.push(programs());
     lines.push(mechanism(features));
-    lines.push(processes());
+    lines.push(numbers(proc));
+    lines.push(processes(proc));
     lines
 }
 
-fn kernel() -> Line {
+/// What a hit of a probe costs.
+pub fn bench(proc: &Proc) -> (Line, Option<Prices>) {
+    let subject = "cost of a hit";
+    match cost::measure(proc, None, Effort::THOROUGH) {
+        Ok((mechanism, prices)) => {
+            let price = |price: Price| {
+                format!("{:.0} ns ({:.0} to {:.0})", price.median_ns, price.lowest_ns, price.highest_ns)
+            };
+            let Prices { entry, with_return } = prices;
+            let text = format!(
+                "{} at entry, {} at entry and return; with its record, without a stack; {}",
+                price(entry),
+                price(with_return),
+                mechanism.name()
+            );
+            (Line::good(subject, text), Some(prices))
+        }
+        Err(e) => (Line::bad(subject, e.to_string(), "see the lines above"), None),
+    }
+}
+
+fn release() -> Line {
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     Line::good("kernel", format!("{} {}", release.trim(), std::env::consts::ARCH))
 }
 
-/// Capabilities by number (linux/capability.h).
-const CAPABILITIES: [(u32, &str); 6] = [
-    (19, "CAP_SYS_PTRACE"),
-    (21, "CAP_SYS_ADMIN"),
-    (24, "CAP_SYS_RESOURCE"),
-    (38, "CAP_PERFMON"),
-    (39, "CAP_BPF"),
-    (40, "CAP_CHECKPOINT_RESTORE"),
-];
-
 fn privileges() -> Line {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let effective = status
-        .lines()
-        .find_map(|line| u64::from_str_radix(line.strip_prefix("CapEff:")?.trim(), 16).ok())
-        .unwrap_or(0);
-    let has = |name: &str| CAPABILITIES.iter().any(|(bit, n)| *n == name && effective >> bit & 1 == 1);
-    let held: Vec<_> = CAPABILITIES.iter().map(|(_, name)| *name).filter(|name| has(name)).collect();
-    if has("CAP_SYS_ADMIN") && has("CAP_SYS_PTRACE") {
-        return Line::good("privileges", "all that is needed");
-    }
-    let missing: Vec<_> =
-        ["CAP_BPF", "CAP_PERFMON", "CAP_SYS_PTRACE"].into_iter().filter(|name| !has(name)).collect();
-    let held = if held.is_empty() {
-        "none of the capabilities that tracing needs".to_owned()
-    } else {
-        held.join(", ")
-    };
+    let subject = "privileges";
+    let missing = privilege::missing();
     if missing.is_empty() {
-        return Line::limited(
-            "privileges",
-            held,
-            "enough where the kernel has uprobe_multi; else CAP_SYS_ADMIN is needed as well",
-        );
+        return Line::good(subject, "all that is needed");
     }
-    Line::bad("privileges", held, format!("run with sudo, or give it {}", missing.join(", ")))
+    let each: Vec<_> = missing.iter().map(|need| format!("lacks {need}: {}", need.without)).collect();
+    let (finding, advice) = (each.join("; "), privilege::how_to_get(&[]));
+    match missing.iter().any(|need| need.is_vital) {
+        true => Line::bad(subject, finding, advice),
+        false => Line::limited(subject, finding, advice),
+    }
 }
 
 fn sysctls() -> Vec<Line> {
-    let read = |name: &str| -> Option<i64> {
-        fs::read_to_string(Path::new("/proc/sys").join(name)).ok()?.trim().parse().ok()
-    };
-    let root = nix::unistd::geteuid().is_root();
     let mut lines = Vec::new();
-    if let Some(level) = read("kernel/perf_event_paranoid") {
-        let finding = level.to_string();
-        lines.push(if level > 2 && !root {
-            Line::limited(
-                "perf_event_paranoid",
-                finding,
-                "above 2, some distributions refuse CAP_PERFMON: run as root, or `sysctl kernel.perf_event_paranoid=2`",
-            )
-        } else {
-            Line::good("perf_event_paranoid", finding)
-        });
+    // What it means for perf events is found by trying (see `mechanism`).
+    if let Some(level) = kernel::sysctl("kernel/perf_event_paranoid") {
+        lines.push(Line::good("perf_event_paranoid", level.to_string()));
     }
-    if let Some(level) = read("kernel/unprivileged_bpf_disabled") {
-        lines.push(Line::good(
-            "unprivileged_bpf",
-            if level == 0 { "allowed" } else { "not allowed (fine: the tracer is privileged)" },
-        ));
+    if let Some(level) = kernel::sysctl("kernel/unprivileged_bpf_disabled") {
+        let finding = match level {
+            0 => "0: allowed",
+            1 => "1: not allowed, until the next boot (fine: CAP_BPF is not subject to it)",
+            _ => "2: not allowed (fine: CAP_BPF is not subject to it)",
+        };
+        lines.push(Line::good("unprivileged_bpf", finding));
     }
-    if let Some(scope) = read("kernel/yama/ptrace_scope") {
+    if let Some(scope) = kernel::sysctl("kernel/yama/ptrace_scope") {
         lines.push(if scope >= 3 {
             Line::limited(
                 "yama ptrace_scope",
-                "3",
-                "`-- COMMAND` can not hold its command at the start; -p and -a work",
+                "3: no process may be read or held by another, whoever asks",
+                "there are no names of Python functions, and `-- COMMAND` can not hold its command at the start; -p and \
+                 -a work. Only a boot resets it",
             )
         } else {
             Line::good("yama ptrace_scope", scope.to_string())
         });
     }
+    if let Some(limit) = kernel::locked_memory_limit() {
+        lines.push(Line::limited(
+            "locked memory",
+            format!("{limit} bytes, and this kernel counts BPF maps among it"),
+            "give it CAP_SYS_RESOURCE too, with which it raises the limit itself, or ulimit -l unlimited",
+        ));
+    }
     lines
 }
 
 fn lockdown() -> Option<Line> {
-    let modes = fs::read_to_string("/sys/kernel/security/lockdown").ok()?;
-    let mode = modes.split_once('[')?.1.split_once(']')?.0.to_owned();
+    let mode = kernel::lockdown()?;
     Some(match mode.as_str() {
-        "confidentiality" => Line::bad(
+        "confidentiality" => Line::limited(
             "lockdown",
-            mode,
-            "in this mode the kernel lets no BPF program read memory; boot with lockdown=integrity or none",
+            "confidentiality: no BPF program may read the kernel's memory",
+            "memory of processes is not affected; what it costs is said of BPF programs below. lockdown=integrity lifts it",
         ),
         _ => Line::good("lockdown", mode),
     })
@@ -160,9 +163,16 @@ fn programs() -> Line {
         stacks: Some(StackConfig::default()),
         native_stacks: Some(NativeStackConfig::default()),
         in_flight: None,
+        own_numbers: true,
     };
     match Attacher::new(config) {
         Ok((attacher, _)) => match (attacher.stacks_refused(), attacher.native_stacks_refused()) {
+            (None, None) if attacher.has_late_stacks() => Line::limited(
+                "BPF programs",
+                "load, with ring buffer, Python and native stacks",
+                "Python stacks of a thread are there from a second after its beginning on: the kernel does not describe its \
+                 structures (BTF), or lets no program read them (lockdown)",
+            ),
             (None, None) => Line::good("BPF programs", "load, with ring buffer, Python and native stacks"),
             (None, Some(why)) => Line::limited(
                 "BPF programs",
@@ -175,13 +185,32 @@ fn programs() -> Line {
                 format!("reports will name operators, but no lines of your code: {why}"),
             ),
         },
-        Err(e) => {
-            Line::bad("BPF programs", e.to_string(), "see the lines above; the ring buffer needs kernel 5.8")
-        }
+        Err(e) => Line::bad(
+            "BPF programs",
+            e.to_string(),
+            "the ring buffer needs kernel 5.8; else see the other lines",
+        ),
     }
 }
 
 fn mechanism(features: Features) -> Line {
+    if privilege::missing().iter().any(|need| need.is_vital) {
+        return Line::limited(
+            "attaching",
+            "not known: it takes BPF programs to find out",
+            "see what is said of privileges, and check again",
+        );
+    }
+    if !features.uprobe_multi
+        && features.perf_uprobe
+        && let Err(e) = kernel::try_perf_uprobe()
+    {
+        return Line::bad(
+            "attaching",
+            format!("perf events are refused: {e}"),
+            privilege::why_perf_refused(),
+        );
+    }
     match features {
         Features { uprobe_multi: true, uprobe_multi_pid: true, .. } => {
             Line::good("attaching", "uprobe_multi")
@@ -205,13 +234,30 @@ fn mechanism(features: Features) -> Line {
     }
 }
 
-fn processes() -> Line {
-    let proc = Proc::default();
+/// Whether the ids in /proc are those that BPF programs see.
+fn numbers(proc: &Proc) -> Line {
+    let subject = "process ids";
+    match kernel::own_tgid() {
+        None => Line::limited(
+            subject,
+            "not known",
+            "if this is a container, it must share the host's process ids (--pid=host) or --proc say where the host's \
+             /proc is mounted",
+        ),
+        ours => match proc.check_numbers(ours) {
+            Ok(()) if proc.has_own_numbers() => Line::good(subject, "the host's"),
+            Ok(()) => Line::good(subject, format!("the host's, by {}", proc.root().display())),
+            Err(e) => Line::bad(subject, "a container's", e.to_string()),
+        },
+    }
+}
+
+fn processes(proc: &Proc) -> Line {
     let mut found: Vec<Tgid> = proc
         .processes()
         .into_iter()
         .filter(|tgid| {
-            crate::attach::process::Process::open(&proc, *tgid)
+            attach::process::Process::open(proc, *tgid)
                 .and_then(|process| process.mapped_files())
                 .is_ok_and(|files| files.iter().any(|file| is_ascend_library(&file.path)))
         })
@@ -227,7 +273,7 @@ fn processes() -> Line {
     let list: Vec<_> = found
         .iter()
         .take(20)
-        .map(|tgid| format!("{tgid} ({})", crate::attach::process::command_line(&proc, *tgid)))
+        .map(|tgid| format!("{tgid} ({})", attach::process::command_line(proc, *tgid)))
         .collect();
     Line::good("Ascend processes", list.join("; "))
 }

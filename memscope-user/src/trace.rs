@@ -7,26 +7,28 @@ use std::{
     os::unix::process::ExitStatusExt,
     path::PathBuf,
     process::{Child, ExitStatus},
+    sync::{Arc, OnceLock},
     time::{Duration, Instant},
 };
 
 use aya::maps::{MapData, RingBuf};
 use memscope_ebpf::Counters;
 use nix::sys::signal::Signal;
-use nix::sys::uio::{RemoteIoVec, process_vm_readv};
-use nix::unistd::Pid;
 use tokio::{
     io::unix::AsyncFd,
     signal::unix::{SignalKind, signal},
     sync::mpsc,
-    time::{MissedTickBehavior, interval, sleep_until},
+    time::{MissedTickBehavior, interval, sleep, sleep_until},
 };
 
 use crate::{
     analysis::{Online, inefficient},
     attach::{
         AttachError, Attached, Attacher, Ending, Mechanism, NativeStackConfig, Scope, StackConfig, Status,
-        process::{Proc, Process, ProcessError},
+        cost::{self, Effort, Prices, Share},
+        kernel, privilege,
+        proc::{Proc, ProcError},
+        process::{Life, Process, ProcessError},
         spawn::{Held, SpawnError},
     },
     collect::{
@@ -40,12 +42,12 @@ use crate::{
     probes::catalogue::{CATALOGUE, Class, is_ascend_library},
     report::{
         document::{
-            Document, Dump, Ended, Events, NativeStackFacts, Site, StackFacts, Target as TargetFacts, Timing,
-            Trace,
+            Document, Dump, Ended, Events, NativeStackFacts, ProbeCost, Site, StackFacts,
+            Target as TargetFacts, Timing, Trace,
         },
         units,
     },
-    stacks::{Found, Interpreter, Natives, Origins, Reason},
+    stacks::{Found, Interpreter, Memory, Natives, Origins, Reason},
 };
 
 /// How often what the programs did not announce is looked for.
@@ -71,7 +73,11 @@ pub enum TraceError {
     #[error(transparent)]
     Process(#[from] ProcessError),
     #[error(transparent)]
+    Proc(#[from] ProcError),
+    #[error(transparent)]
     Spawn(#[from] SpawnError),
+    #[error("{proc} does not show the command that was started: {source}")]
+    Unseen { proc: String, source: io::Error },
     #[error(transparent)]
     Output(#[from] OutputError),
     #[error(
@@ -165,6 +171,8 @@ pub struct Live<'a> {
     pub online: &'a Online,
     pub received: u64,
     pub lost: u64,
+    /// What share of the targets' CPU time their probes took, as far as it is known.
+    pub probes: Option<f64>,
     pub elapsed: Duration,
 }
 
@@ -185,6 +193,8 @@ struct Target {
     /// The longest time between its having Ascend libraries and their being probed, where it began, or loaded them,
     /// during the trace.
     late: Option<Duration>,
+    /// CPU time that it had used when it was attached, and last.
+    cpu: (Duration, Duration),
     ended: Option<Ending>,
 }
 
@@ -255,6 +265,12 @@ struct Session<'p> {
     recorder: Option<Recorder>,
     progress: &'p mut dyn Progress,
     root: Option<Tgid>,
+    /// What probes cost here, once that has been measured.
+    prices: Arc<OnceLock<Prices>>,
+    /// As of the last status.
+    last_share: Option<Share>,
+    /// A target was gone before it could be asked how much CPU time it had used in the end.
+    is_end_missed: bool,
 }
 
 /// Runs a trace to its end. Signals: SIGINT, SIGTERM and SIGHUP end it with a report.
@@ -281,7 +297,9 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
         stacks: config.stacks,
         native_stacks: config.native_stacks,
         in_flight: config.in_flight,
+        own_numbers: config.proc.has_own_numbers(),
     })?;
+    config.proc.check_numbers(kernel::own_tgid())?;
     // SAFETY: the ring buffer keeps its descriptor, and keeps it open, for as long as it lives.
     let mut records = unsafe { AsyncFd::register(records) }.map_err(|e| e.into_parts().1)?;
     let record = config.record.as_deref().map(Recorder::create).transpose().map_err(TraceError::Record)?;
@@ -294,11 +312,13 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
     if config.decompose {
         online = online.with_decompose();
     }
+    let proc = config.proc.clone();
+    let read_text = move |tgid, address, most| read_text(&Memory::of(&proc, tgid).ok()?, address, most);
     let mut session = Session {
         online,
         config,
         attacher,
-        decoder: Decoder::new(clock_offset(), read_text),
+        decoder: Decoder::new(clock_offset(), Box::new(read_text)),
         dump,
         targets: HashMap::new(),
         order: Vec::new(),
@@ -313,6 +333,9 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
         recorder: record,
         progress,
         root: None,
+        prices: Arc::default(),
+        last_share: None,
+        is_end_missed: false,
     };
     if let Some(why) = session.attacher.stacks_refused() {
         session.note(format!("no Python stacks: {why}"));
@@ -325,6 +348,8 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
         .native_stacks()
         .map(|wanted| Natives::new(session.config.proc.clone(), wanted.depth));
     let mut child = session.start()?;
+    session.attacher.drop_privileges();
+    session.measure_prices();
     let deadline = session.config.duration.map(|d| tokio::time::Instant::now() + d);
     let mut tick = interval(TICK);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -424,8 +449,12 @@ impl Session<'_> {
             }
             Targets::Command(words) => {
                 let held = Held::start(&words, self.config.stdout_is_taken)?;
-                self.root = Some(held.tgid());
-                let process = Process::open(&self.config.proc, held.tgid())?;
+                let tgid = self.config.proc.number_of(held.pid()).map_err(|source| TraceError::Unseen {
+                    proc: self.config.proc.root().display().to_string(),
+                    source,
+                })?;
+                self.root = Some(tgid);
+                let process = Process::open(&self.config.proc, tgid)?;
                 self.adopt(process, Scope::Host)?;
                 Ok(Some(held.release()?))
             }
@@ -480,29 +509,58 @@ impl Session<'_> {
     /// Makes a process a target and attaches what it has so far.
     fn adopt(&mut self, mut process: Process, scope: Scope) -> Result<Attached, TraceError> {
         let tgid = process.tgid;
+        if process.is_environment_denied {
+            self.note(format!(
+                "may not read the environment of process {tgid} ({}): if ASCEND_RT_VISIBLE_DEVICES is set there, its devices \
+                 are shown by the numbers that it uses itself; without CAP_DAC_READ_SEARCH that can not be known: {}",
+                process.command,
+                privilege::how_to_get(&[])
+            ));
+        }
         self.watch(&mut process)?;
         self.attacher.judge(tgid, true)?;
         self.decoder.set_visible_devices(tgid, process.visible_devices.clone());
         self.strangers.remove(&tgid);
+        let used = self.config.proc.cpu_time(tgid).unwrap_or_default();
         self.order.retain(|known| *known != tgid);
         self.order.push(tgid);
         self.targets.insert(
             tgid,
-            Target { process, scope, torch_npu: None, python: Python::default(), late: None, ended: None },
+            Target {
+                process,
+                scope,
+                torch_npu: None,
+                python: Python::default(),
+                late: None,
+                cpu: (used, used),
+                ended: None,
+            },
         );
         self.attach(tgid)
     }
 
     /// Tells [`Session::target_exited`] when the process ends.
     fn watch(&self, process: &mut Process) -> Result<(), TraceError> {
-        let Some(pidfd) = process.take_pidfd() else { return Ok(()) };
-        // SAFETY: an OwnedFd keeps its descriptor open for as long as it lives.
-        let pidfd = unsafe { AsyncFd::register(pidfd) }.map_err(|e| e.into_parts().1)?;
+        let Some(life) = process.take_life() else { return Ok(()) };
         let (exits, tgid) = (self.exits.clone(), process.tgid);
-        tokio::spawn(async move {
-            let _ = pidfd.readable().await;
-            let _ = exits.send(tgid);
-        });
+        match life {
+            Life::Pidfd(pidfd) => {
+                // SAFETY: an OwnedFd keeps its descriptor open for as long as it lives.
+                let pidfd = unsafe { AsyncFd::register(pidfd) }.map_err(|e| e.into_parts().1)?;
+                tokio::spawn(async move {
+                    let _ = pidfd.readable().await;
+                    let _ = exits.send(tgid);
+                });
+            }
+            Life::Directory(directory) => {
+                tokio::spawn(async move {
+                    while !directory.has_ended() {
+                        sleep(TICK).await;
+                    }
+                    let _ = exits.send(tgid);
+                });
+            }
+        }
         Ok(())
     }
 
@@ -566,6 +624,12 @@ impl Session<'_> {
                 return self.note(line);
             }
         };
+        let memory = match Memory::of(&self.config.proc, tgid) {
+            Ok(memory) => memory,
+            Err(e) => {
+                return self.note(format!("no Python stacks of process {tgid}: its memory is shut ({e})"));
+            }
+        };
         let mapped = target.process.mapped_files().unwrap_or_default();
         let origins = Origins::of(mapped.iter().filter_map(|file| file.path.to_str()));
         target.python = Python::Ready { version: interpreter.version.clone() };
@@ -573,7 +637,7 @@ impl Session<'_> {
         {
             return self.note(format!("no Python stacks of process {tgid}: {e}"));
         }
-        self.decoder.stacks.begin(tgid, *interpreter, origins);
+        self.decoder.stacks.begin(tgid, memory, *interpreter, origins);
     }
 
     /// Keeps up with threads that come and go.
@@ -671,7 +735,7 @@ impl Session<'_> {
 
     /// Makes a process a target if it has Ascend libraries.
     fn consider(&mut self, tgid: Tgid) {
-        if tgid.0 == std::process::id() {
+        if Some(tgid) == self.config.proc.own_tgid() {
             return;
         }
         let Ok(process) = Process::open(&self.config.proc, tgid) else { return };
@@ -873,6 +937,10 @@ impl Session<'_> {
         let ending = self.attacher.ending(tgid);
         let line = ended_line(&target.process, &ending);
         target.ended = Some(ending);
+        match self.config.proc.cpu_time(tgid) {
+            Some(used) => target.cpu.1 = used,
+            None => self.is_end_missed = true,
+        }
         self.attacher.forget(tgid);
         self.decoder.forget(tgid);
         self.take(Event { time: now(), tgid, tid: crate::model::Tid(tgid.0), kind: EventKind::Exit });
@@ -922,12 +990,51 @@ impl Session<'_> {
         due.saturating_sub(self.decoder.received + lost_total + self.attacher.open_calls())
     }
 
+    /// Has it measured what a hit costs, on a thread of its own: the trace does not wait for it.
+    fn measure_prices(&self) {
+        let (prices, proc, mechanism) =
+            (self.prices.clone(), self.config.proc.clone(), self.attacher.mechanism());
+        let measuring = move || match cost::measure(&proc, Some(mechanism), Effort::BRIEF) {
+            Ok((_, measured)) => {
+                let _ = prices.set(measured);
+            }
+            Err(e) => tracing::debug!("what a probe costs is not known: {e}"),
+        };
+        let _ = std::thread::Builder::new().name("cost".into()).spawn(measuring);
+    }
+
+    /// What the probes have cost the targets so far.
+    fn share(&mut self) -> Option<Share> {
+        let prices = *self.prices.get()?;
+        let mut used = Duration::ZERO;
+        for (tgid, target) in &mut self.targets {
+            if target.ended.is_none()
+                && let Some(now) = self.config.proc.cpu_time(*tgid)
+            {
+                target.cpu.1 = now;
+            }
+            used += target.cpu.1.saturating_sub(target.cpu.0);
+        }
+        let (mut entry, mut with_return) = (0, 0);
+        for (site, counters) in self.attacher.tallies() {
+            let hits = counters.entries();
+            match site.probe.shape.has_return() {
+                true => with_return += hits,
+                false => entry += hits,
+            }
+        }
+        Some(Share::new(prices, entry, with_return, used.as_nanos() as u64))
+    }
+
     fn show_status(&mut self) {
         let lost = self.lost();
+        self.last_share = self.share();
+        let probes = self.last_share.and_then(|share| share.of_target());
         let live = Live {
             online: &self.online,
             received: self.decoder.received,
             lost,
+            probes,
             elapsed: self.started.elapsed(),
         };
         self.progress.status(&live);
@@ -963,6 +1070,9 @@ impl Session<'_> {
             let path = common_parent(summary.files.iter().map(|f| f.path.as_path()));
             (path, complete, reason)
         });
+        // Hits until the end by CPU time until some time before would be too much.
+        let share = if self.is_end_missed { self.last_share } else { self.share() };
+        let probe_cost = share.map(ProbeCost::from);
         let mut received = self.decoder.received;
         let mut lost_total = 0;
         let mut sites = Vec::new();
@@ -1076,6 +1186,7 @@ impl Session<'_> {
                 Some(Dump { path: path?.display().to_string(), complete, reason })
             }),
             timing: Timing { ended_ns: now(), ..self.timing },
+            probe_cost,
             notes: self.notes,
         };
         let mut document = Document::new(trace, &self.online);
@@ -1178,10 +1289,11 @@ fn denied(process: &Process, files: &[String]) -> String {
     };
     format!(
         "may not read {}{more} of process {} ({}): what is in there is not traced, and without its interpreter there are no \
-         Python stacks; run as root, or with CAP_DAC_READ_SEARCH too",
+         Python stacks. CAP_DAC_READ_SEARCH reads files of others, CAP_CHECKPOINT_RESTORE those that are gone from the disk: {}",
         files.first().map_or("", String::as_str),
         process.tgid,
-        process.command
+        process.command,
+        privilege::how_to_get(&[])
     )
 }
 
@@ -1217,7 +1329,7 @@ fn clock_offset() -> i64 {
 }
 
 /// A text in a target's memory, up to its NUL.
-fn read_text(tgid: Tgid, address: u64, most: usize) -> Option<Vec<u8>> {
+fn read_text(memory: &Memory, address: u64, most: usize) -> Option<Vec<u8>> {
     let mut bytes = vec![0; most];
     let mut filled = 0;
     // To the end of the page first: the next one may not be there.
@@ -1225,12 +1337,10 @@ fn read_text(tgid: Tgid, address: u64, most: usize) -> Option<Vec<u8>> {
         if filled >= end {
             continue;
         }
-        let remote = RemoteIoVec { base: (address as usize).checked_add(filled)?, len: end - filled };
-        let local = io::IoSliceMut::new(&mut bytes[filled..end]);
-        match process_vm_readv(Pid::from_raw(tgid.0 as i32), &mut [local], &[remote]) {
-            Ok(n) => filled += n,
-            Err(_) if filled == 0 => return None,
-            Err(_) => break,
+        match memory.read_some(address.checked_add(filled as u64)?, &mut bytes[filled..end]) {
+            Some(n) => filled += n,
+            None if filled == 0 => return None,
+            None => break,
         }
         if bytes[..filled].contains(&0) {
             break;

@@ -328,6 +328,6 @@ proptest! {
         let text = memscope::report::terminal::render(&document, false, false);
         prop_assert!(!text.is_empty() && text.lines().all(|line| !line.chars().any(char::is_control)));
         prop_assert!(serde_json::to_string(&document).is_ok());
-        memscope::report::status::line(&online, 0.0, 0);
+        memscope::report::status::line(&online, 0.0, 0, None);
     }
 }

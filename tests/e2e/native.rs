@@ -7,87 +7,25 @@ use std::{
         fs::{FileExt, PermissionsExt},
         process::CommandExt,
     },
+    path::Path,
     process::Command,
     thread,
     time::Duration,
 };
 
 use anyhow::{Context, Result, ensure};
-use memscope_e2e::{Block, DumpFile, Ground, Target, Tracer, held, pointer, truth, wait_for_truth};
+use memscope_e2e::{
+    Block, Capability, DumpFile, Ground, Target, Tracer, checked_by, held,
+    leaks::{self, events, judged, padded},
+    least_privileged, pointer, truth, wait_for_truth,
+};
 use serde_json::Value;
 
 const V8: Ground = Ground::Native("v8");
 const V9: Ground = Ground::Native("v9");
 
-/// Bytes that the driver is asked for when a program asks `aclrtMalloc` for `size`.
-fn padded(size: u64) -> u64 {
-    (size + 32).next_multiple_of(32)
-}
-
-fn events(lines: &[Value], event: &str) -> Vec<Block> {
-    let mut blocks: Vec<Block> = lines
-        .iter()
-        .filter(|line| line["event"] == event)
-        .map(|line| Block {
-            step: line["step"].as_u64().unwrap_or(0),
-            ptr: line["ptr"].as_u64().unwrap_or(0),
-            size: padded(line["size"].as_u64().unwrap_or(0)),
-        })
-        .collect();
-    blocks.sort();
-    blocks
-}
-
-/// Leaks that can be judged: the first step warms up, and no later step says what becomes of the last one's.
-fn judged(lines: &[Value], steps: u64) -> Vec<Block> {
-    let mut blocks = events(lines, "leak");
-    blocks.retain(|block| block.step > 1 && block.step < steps);
-    blocks
-}
-
 fn leaks_are_exactly_the_truth(ground: Ground, extra: &[&str]) -> Result<()> {
-    if !ground.is_ready() {
-        return Ok(());
-    }
-    let dir = tempfile::tempdir()?;
-    let (mut target, file) = held(ground, dir.path(), &["leak", "--steps", "13", "--marks"])?;
-    let pid = target.pid();
-    let mut args = vec!["-p".to_owned(), pid.to_string()];
-    args.extend(extra.iter().map(|a| (*a).to_owned()));
-    let args: Vec<&str> = args.iter().map(String::as_str).collect();
-    let tracer = Tracer::start(&args)?.attached()?;
-    target.tell("go")?;
-    let (status, ..) = target.finish()?;
-    ensure!(status.success());
-    let traced = tracer.finish()?;
-    let report = traced.report()?;
-    let device = report.device(pid, 0)?;
-    let lines = truth(&file)?;
-
-    let (mut once, mut recurring) = (Vec::new(), Vec::new());
-    for (block, leak) in report.blocks(device, "leaks").into_iter().zip(sorted(device, "leaks")) {
-        if leak["pattern"] == "once" { once.push(block) } else { recurring.push(block) }
-    }
-    assert_eq!(recurring, judged(&lines, 13));
-    let not_judged = report.blocks(device, "not_judged");
-    let mut last = events(&lines, "leak").into_iter().filter(|block| block.step == 13).peekable();
-    assert!(last.peek().is_some() && last.all(|block| not_judged.contains(&block)), "{not_judged:?}");
-    assert_eq!(once, events(&lines, "state"));
-    let late = report.blocks(device, "late");
-    assert!(late.iter().all(|block| block.size == padded(2 << 20)) && late.len() >= 8, "{late:?}");
-    assert_eq!(report.lost(), 0);
-    assert_eq!(report.0["steps"].as_array().map(Vec::len), Some(13));
-    let hits: u64 =
-        report.0["sites"].as_array().into_iter().flatten().filter_map(|s| s["hits"].as_u64()).sum();
-    assert_eq!(report.received(), hits, "each hit is one record");
-    Ok(())
-}
-
-/// The rows of a list in the order in which `Report::blocks` has them.
-fn sorted(device: &Value, list: &str) -> Vec<Value> {
-    let mut rows = device[list].as_array().cloned().unwrap_or_default();
-    rows.sort_by_key(|row| (row["step"].as_u64(), row["ptr"].as_str().map(pointer), row["size"].as_u64()));
-    rows
+    leaks::are_exactly_the_truth(ground, |pid| Tracer::start(&[&["-p", pid], extra].concat()))
 }
 
 #[test]
@@ -323,6 +261,47 @@ fn containers_that_share_a_layer_are_counted_once() -> Result<()> {
     for (device, (pid, wanted, _)) in all.iter().enumerate() {
         check(&report, *pid, device as u64, wanted)?;
     }
+    Ok(())
+}
+
+/// The words of a command line, of which `{}` is where the host's /proc is.
+fn words<'w>(words: &'w [&'w str]) -> impl FnOnce(&str) -> Vec<String> + 'w {
+    move |proc| words.iter().map(|word| word.replace("{}", proc)).collect()
+}
+
+/// A tracer that has other process ids than the kernel's programs and a /proc that shows them: the host's, mounted
+/// elsewhere, tells it all that its own does not.
+#[test]
+fn a_tracer_in_a_container_takes_the_hosts_proc() -> Result<()> {
+    for mechanism in [&[][..], &["--mechanism", "perf-site"]] {
+        leaks::are_exactly_the_truth(V9, |pid| {
+            Tracer::in_container(words(&[&["--proc", "{}", "-p", pid], mechanism].concat()))
+        })?;
+    }
+    if !V8.is_ready() {
+        return Ok(());
+    }
+    let workload = V8.command(&[]).get_program().to_string_lossy().into_owned();
+    let command = ["--proc", "{}", "--", &workload, "leak", "--steps", "6", "--marks", "--step-ms", "50"];
+    let traced = Tracer::in_container(words(&command))?.finish()?;
+    assert_eq!(traced.status.code(), Some(0), "{:?}", traced.messages);
+    let report = traced.report()?;
+    assert_eq!(report.site("halMemAlloc").0, 17 + 6 * 4 + 1 + 2 + 2);
+    assert!(
+        report.0["targets"][0]["own_pid"].as_u64().is_some_and(|pid| pid < 100),
+        "{:#}",
+        report.0["targets"]
+    );
+
+    let says = |args: &[&str], code: i32, text: &str| -> Result<()> {
+        let traced = Tracer::in_container(words(args))?.finish()?;
+        let said = format!("{}{:?}", traced.stdout, traced.messages);
+        assert_eq!(traced.status.code(), Some(code), "{args:?} {said}");
+        assert!(said.contains(text), "{args:?} says {said}, without {text:?}");
+        Ok(())
+    };
+    says(&["-a", "-d", "1"], 2, "--pid=host")?;
+    says(&["-a", "-d", "1", "--proc", "/dev"], 2, "another file system")?;
     Ok(())
 }
 
@@ -766,6 +745,150 @@ fn an_unprivileged_user_is_told_what_is_missing() -> Result<()> {
     let text = String::from_utf8_lossy(&output.stdout);
     assert_eq!(output.status.code(), Some(2), "{text}");
     assert!(text.contains("BAD") && text.contains("CAP_SYS_PTRACE"), "{text}");
+    Ok(())
+}
+
+#[test]
+fn little_privilege_is_enough() -> Result<()> {
+    if !V9.is_ready() {
+        return Ok(());
+    }
+    let user = least_privileged()?;
+    let found = checked_by(&user)?;
+    assert!(found.values().all(|(state, _)| state != "bad"), "{found:?}");
+    leaks::are_exactly_the_truth(V9, |pid| Tracer::as_user(&user, &["-p", pid]))
+}
+
+/// One capability less: `check` and the trace name that one, and how to get it.
+#[test]
+fn little_privilege_that_is_too_little_is_named() -> Result<()> {
+    if !V9.is_ready() {
+        return Ok(());
+    }
+    let all = least_privileged()?;
+    let dir = tempfile::tempdir()?;
+    let (mut target, _) = held(V9, dir.path(), &["leak", "--steps", "3", "--marks"])?;
+    let pid = target.pid().to_string();
+    let names = [
+        (Capability::Bpf, "CAP_BPF"),
+        (Capability::Perfmon, "CAP_PERFMON"),
+        (Capability::SysPtrace, "CAP_SYS_PTRACE"),
+        (Capability::DacReadSearch, "CAP_DAC_READ_SEARCH"),
+    ];
+    for (capability, name) in names {
+        let mut user = all.clone();
+        // It would stand for most others.
+        user.capabilities.retain(|other| *other != capability && *other != Capability::SysAdmin);
+        let (_, said) = checked_by(&user)?.remove("privileges").context("nothing about privileges")?;
+        let told = |said: &str, other: &str| said.contains(&format!("lacks {other}"));
+        assert!(told(&said, name) && said.contains("sudo setcap cap_bpf,"), "without {name}: {said}");
+        assert!(names.iter().all(|(_, other)| *other == name || !told(&said, other)), "{said}");
+        if all.capabilities.contains(&Capability::SysAdmin) && capability == Capability::DacReadSearch {
+            continue;
+        }
+        let traced = Tracer::as_user(&user, &["-p", &pid, "-d", "1"])?.finish()?;
+        let said = traced.messages.concat();
+        assert!(said.contains(name) && said.contains("sudo setcap cap_bpf,"), "without {name}: {said}");
+        let tells = capability == Capability::DacReadSearch;
+        assert_eq!(traced.status.code(), Some(if tells { 0 } else { 2 }), "without {name}: {said}");
+    }
+    target.tell("go")?;
+    target.finish()?;
+    Ok(())
+}
+
+/// Once it is attached, root's tracer is root by name only, and libraries that come later are probed all the same.
+#[test]
+fn little_privilege_is_kept_after_attaching() -> Result<()> {
+    if !V9.is_ready() {
+        return Ok(());
+    }
+    let dir = tempfile::tempdir()?;
+    let (mut target, _) = held(V9, dir.path(), &["leak", "--steps", "3", "--marks"])?;
+    let tracer = Tracer::start(&["-p", &target.pid().to_string()])?.attached()?;
+    let held_by = |thread: &Path| -> Result<u64> {
+        let status = fs::read_to_string(thread.join("status"))?;
+        let line = status.lines().find_map(|line| line.strip_prefix("CapPrm:")).context("no CapPrm")?;
+        Ok(u64::from_str_radix(line.trim(), 16)?)
+    };
+    let tasks = format!("/proc/{}/task", tracer.pid());
+    let threads =
+        || -> Result<Vec<u64>> { fs::read_dir(&tasks)?.map(|entry| held_by(&entry?.path())).collect() };
+    let bit = |capability: Capability| 1u64 << capability as u64;
+    let needs_admin = least_privileged()?.capabilities.contains(&Capability::SysAdmin);
+    let kept = [
+        Capability::Bpf,
+        Capability::Perfmon,
+        Capability::SysPtrace,
+        Capability::DacReadSearch,
+        Capability::CheckpointRestore,
+    ];
+    let mut kept = kept.into_iter().map(bit).sum::<u64>();
+    if needs_admin {
+        kept |= bit(Capability::SysAdmin);
+    }
+    // CAP_CHOWN, CAP_DAC_OVERRIDE and CAP_FOWNER, of the thread that writes the dump.
+    let mut wanted = vec![1 | 1 << 1 | 1 << 3, kept];
+    wanted.sort_unstable();
+    let mut held = Vec::new();
+    for _ in 0..500 {
+        held = threads()?;
+        held.sort_unstable();
+        if held == wanted {
+            break;
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(held, wanted, "{held:x?}");
+    target.tell("go")?;
+    target.finish()?;
+    let report = tracer.finish()?.report()?;
+    assert_eq!(report.lost(), 0);
+    Ok(())
+}
+
+/// What the probes are said to have taken is what the program's own clock misses.
+#[test]
+fn the_share_of_probes_is_what_the_program_lost_to_them() -> Result<()> {
+    if !V9.is_ready() {
+        return Ok(());
+    }
+    let pair = |tracer: &dyn Fn(u32) -> Result<Option<Tracer>>| -> Result<(f64, Option<Tracer>)> {
+        let dir = tempfile::tempdir()?;
+        let (mut target, file) = held(V9, dir.path(), &["--wait-initialized", "pairs", "300000"])?;
+        let tracer = tracer(target.pid())?;
+        target.tell("go")?;
+        target.finish()?;
+        let lines = truth(&file)?;
+        let told = lines.iter().find_map(|line| line["cpu_ns_per_pair"].as_f64());
+        Ok((told.context("no CPU time")?, tracer))
+    };
+    let (untraced, _) = pair(&|_| Ok(None))?;
+    let start = |pid: u32| Tracer::start(&["-p", &pid.to_string(), "--no-dump"])?.attached().map(Some);
+    let (traced, tracer) = pair(&start)?;
+    let report = tracer.context("a tracer")?.finish()?.report()?;
+    let cost = &report.0["probe_cost"];
+    let share = cost["of_target"].as_f64().with_context(|| format!("no share: {cost}"))?;
+    let lost = 1.0 - untraced / traced;
+    assert!(lost > 0.4 && (share - lost).abs() < 0.2, "{share} of {lost}: {cost:#}");
+    Ok(())
+}
+
+#[test]
+fn check_measures_what_a_hit_costs() -> Result<()> {
+    if !memscope_e2e::is_root() {
+        return Ok(());
+    }
+    let prices = Tracer::verb(&["check", "--bench"])?["probe_prices"].clone();
+    let price = |of: &str| {
+        let figure = |key: &str| prices[of][key].as_f64().unwrap_or(f64::NAN);
+        let (low, median, high) = (figure("lowest_ns"), figure("median_ns"), figure("highest_ns"));
+        assert!(low <= median && median <= high, "{prices:#}");
+        median
+    };
+    let (entry, with_return) = (price("entry"), price("with_return"));
+    // A breakpoint is two changes of mode at the least; an emulated machine takes its time.
+    assert!(entry > 50.0 && with_return > 1.1 * entry && with_return < 1e6, "{prices:#}");
     Ok(())
 }
 

@@ -9,7 +9,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use memscope_e2e::{Ground, Target, Traced, Tracer, pointer, root, truth};
+use memscope_e2e::{Capability, Ground, Target, Traced, Tracer, User, pointer, root, truth};
 use serde_json::Value;
 
 const GROUND: Ground = Ground::Native("v8");
@@ -63,13 +63,21 @@ fn program(python: &Python, file: &Path, gate: &Path) -> Command {
 
 /// The truth and the trace of one run of `stacks.py`.
 fn run(python: &Python, options: &[&str]) -> Result<(Vec<Value>, Traced, u32)> {
-    run_with(python, options, |_| {}, |_| {})
+    run_under(python, |pid| Tracer::start(&[&["-p", pid], options].concat()))
+}
+
+/// By a tracer of the process whose id it gets.
+fn run_under(
+    python: &Python,
+    tracer: impl FnOnce(&str) -> Result<Tracer>,
+) -> Result<(Vec<Value>, Traced, u32)> {
+    run_with(python, tracer, |_| {}, |_| {})
 }
 
 /// The same; with what is done to the attached tracer before the program allocates, and after the program's end.
 fn run_with(
     python: &Python,
-    options: &[&str],
+    tracer: impl FnOnce(&str) -> Result<Tracer>,
     before: impl Fn(&Tracer),
     after: impl Fn(&Tracer),
 ) -> Result<(Vec<Value>, Traced, u32)> {
@@ -85,8 +93,7 @@ fn run_with(
         }
         thread::sleep(Duration::from_millis(5));
     }
-    let pid_text = pid.to_string();
-    let tracer = Tracer::start(&[&["-p", pid_text.as_str()], options].concat())?.attached()?;
+    let tracer = tracer(&pid.to_string())?.attached()?;
     before(&tracer);
     std::fs::write(&gate, "")?;
     let (status, _, errors) = target.finish()?;
@@ -145,6 +152,40 @@ fn stacks_are_what_the_interpreter_says() -> Result<()> {
     Ok(())
 }
 
+/// From a PID namespace that does not have the process: neither its memory nor its threads' lists can be asked for by
+/// its number.
+#[test]
+fn stacks_are_seen_from_inside_a_container() -> Result<()> {
+    if !GROUND.is_ready() {
+        return Ok(());
+    }
+    for python in interpreters() {
+        let (lines, traced, pid) = run_under(&python, |pid| {
+            Tracer::in_container(|proc| {
+                ["--proc", proc, "-p", pid, "--call-stack", "python:128"].map(str::to_owned).to_vec()
+            })
+        })?;
+        assert_equal(&python, &lines, &dumped(&traced, pid)?)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn stacks_need_no_root() -> Result<()> {
+    if !GROUND.is_ready() {
+        return Ok(());
+    }
+    let Some(python) = interpreters().pop() else { return Ok(()) };
+    use Capability::{Bpf, DacReadSearch, Perfmon, SysAdmin, SysPtrace};
+    let mut user = User::with(&[Bpf, Perfmon, SysPtrace, DacReadSearch]);
+    if !Tracer::check()?["attaching"].contains("uprobe_multi") {
+        user.capabilities.push(SysAdmin);
+    }
+    let options = |pid: &str| Tracer::as_user(&user, &["-p", pid, "--call-stack", "python:128"]);
+    let (lines, traced, pid) = run_under(&python, options)?;
+    assert_equal(&python, &lines, &dumped(&traced, pid)?)
+}
+
 /// The interpreter is looked for as soon as there is one: after the shell, which has none, has made way for it.
 #[test]
 fn stacks_are_there_from_the_first_instruction() -> Result<()> {
@@ -176,9 +217,9 @@ fn stacks_of_a_program_that_has_ended_have_their_names() -> Result<()> {
     }
     let all = interpreters();
     for python in [all.first(), all.last()].into_iter().flatten() {
-        let options = ["--call-stack", "python:128"];
+        let start = |pid: &str| Tracer::start(&["-p", pid, "--call-stack", "python:128"]);
         let signal = |signal| move |tracer: &Tracer| tracer.signal(signal);
-        let (lines, traced, pid) = run_with(python, &options, signal(libc::SIGSTOP), signal(libc::SIGCONT))?;
+        let (lines, traced, pid) = run_with(python, start, signal(libc::SIGSTOP), signal(libc::SIGCONT))?;
         assert_eq!(traced.report()?.0["targets"][0]["stacks"]["gone_frames"], 0, "{}", python.version);
         assert_equal(python, &lines, &dumped(&traced, pid)?)?;
     }

@@ -4,11 +4,16 @@
 //! both. Without, each test says so and passes, unless MEMSCOPE_REQUIRE is set, as `cargo xtask test` does for
 //! what it has brought.
 
+pub mod leaks;
+
 use std::{
     collections::HashMap,
     fs,
-    io::{BufRead, BufReader, Read, Write},
-    os::unix::process::CommandExt,
+    io::{self, BufRead, BufReader, Read, Write},
+    os::unix::{
+        fs::{PermissionsExt, chown},
+        process::CommandExt,
+    },
     path::{Path, PathBuf},
     process::{Child, ChildStdin, Command, ExitStatus, Stdio},
     sync::mpsc::{Receiver, channel},
@@ -16,7 +21,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde_json::Value;
 
 /// How long anything may take before a test calls it hung.
@@ -276,6 +281,80 @@ pub struct Tracer {
     messages: Receiver<String>,
     said: Vec<String>,
     report: Option<JoinHandle<Vec<u8>>>,
+    /// Directories that it uses, besides the one for dumps.
+    _more: Option<tempfile::TempDir>,
+}
+
+/// Someone who is not root.
+#[derive(Debug, Clone)]
+pub struct User {
+    pub capabilities: Vec<Capability>,
+    /// Bytes; as much as it wants, when `None`.
+    pub locked_memory: Option<u64>,
+}
+
+/// By their numbers in linux/capability.h.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Capability {
+    DacReadSearch = 2,
+    SysPtrace = 19,
+    SysAdmin = 21,
+    SysResource = 24,
+    Perfmon = 38,
+    Bpf = 39,
+    CheckpointRestore = 40,
+}
+
+const NOBODY: u32 = 65534;
+
+impl User {
+    /// Of root's capabilities these alone.
+    pub fn with(capabilities: &[Capability]) -> Self {
+        Self { capabilities: capabilities.to_vec(), locked_memory: None }
+    }
+
+    /// The tracer as this user, in a directory that everyone may read.
+    fn command(&self) -> Result<(tempfile::TempDir, Command)> {
+        let dir = tempfile::tempdir()?;
+        fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755))?;
+        let program = dir.path().join("memscope-trace");
+        // Not written by this process, a child of which may be between fork and exec: the file would be busy.
+        let copied = Command::new("cp").arg(tracer_binary()?).arg(&program).status()?;
+        ensure!(copied.success(), "the tracer can not be copied");
+        let mut command = Command::new(program);
+        command.env("HOME", "/nonexistent").current_dir("/");
+        let user = self.clone();
+        // SAFETY: only system calls, on values made before the fork.
+        unsafe { command.pre_exec(move || user.become_it()) };
+        Ok((dir, command))
+    }
+
+    fn become_it(&self) -> io::Result<()> {
+        let done = |result: libc::c_long| if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) };
+        let memory = self.locked_memory.unwrap_or(libc::RLIM_INFINITY);
+        let limit = libc::rlimit { rlim_cur: memory, rlim_max: memory };
+        let bits = self.capabilities.iter().fold(0u64, |bits, capability| bits | 1 << *capability as u64);
+        // Version 3 of the header, for this process; effective, permitted and inheritable, lower halves first.
+        let header = [0x2008_0522u32, 0];
+        let (low, high) = (bits as u32, (bits >> 32) as u32);
+        let sets = [low, low, low, high, high, high];
+        // SAFETY: the pointers are to values of these types on this stack.
+        unsafe {
+            let limited = done(libc::setrlimit(libc::RLIMIT_MEMLOCK, &raw const limit).into());
+            // In some containers root may not raise it; kernels that count maps among it are not there.
+            limited.or_else(|e| if self.locked_memory.is_some() { Err(e) } else { Ok(()) })?;
+            done(libc::prctl(libc::PR_SET_KEEPCAPS, 1, 0, 0, 0).into())?;
+            done(libc::setgroups(0, std::ptr::null()).into())?;
+            done(libc::setresgid(NOBODY, NOBODY, NOBODY).into())?;
+            done(libc::setresuid(NOBODY, NOBODY, NOBODY).into())?;
+            done(libc::syscall(libc::SYS_capset, &raw const header, &raw const sets))?;
+            for capability in &self.capabilities {
+                let raise = libc::PR_CAP_AMBIENT_RAISE as libc::c_ulong;
+                done(libc::prctl(libc::PR_CAP_AMBIENT, raise, *capability as libc::c_ulong, 0, 0).into())?;
+            }
+        }
+        Ok(())
+    }
 }
 
 /// What a tracer left.
@@ -293,16 +372,54 @@ impl Tracer {
     }
 
     pub fn start_with(args: &[&str], json: bool) -> Result<Self> {
+        Self::launch(Command::new(tracer_binary()?), args, json)
+    }
+
+    /// Starts it in a PID namespace of its own, with a /proc of its own; the host's is at the place that `args` gets. A
+    /// signal does not reach it: it has to end by itself.
+    pub fn in_container(args: impl FnOnce(&str) -> Vec<String>) -> Result<Self> {
+        let outside = tempfile::tempdir()?;
+        let place = outside.path().to_string_lossy().into_owned();
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "sh", "-ec"]);
+        // The mount goes with its namespace.
+        command.arg("mount -o bind /proc \"$0\"; exec unshare --pid --fork --mount-proc \"$@\"");
+        command.arg(&place).arg(tracer_binary()?);
+        let args = args(&place);
+        let mut tracer = Self::launch(command, &args.iter().map(String::as_str).collect::<Vec<_>>(), true)?;
+        tracer._more = Some(outside);
+        Ok(tracer)
+    }
+
+    /// Starts it as a user who is not root, with these capabilities, and with locked memory up to a limit.
+    pub fn as_user(user: &User, args: &[&str]) -> Result<Self> {
+        let (program, mut command) = user.command()?;
+        if args.first() == Some(&"check") {
+            command.arg("check").arg("--json").args(&args[1..]);
+            return Self::spawn(command, tempfile::tempdir()?, Some(program));
+        }
         let dir = tempfile::tempdir()?;
-        let mut command = Command::new(tracer_binary()?);
+        chown(dir.path(), Some(NOBODY), Some(NOBODY))?;
+        command.arg("--json").arg("-o").arg(dir.path()).args(args);
+        Self::spawn(command, dir, Some(program))
+    }
+
+    fn launch(mut command: Command, args: &[&str], json: bool) -> Result<Self> {
+        let dir = tempfile::tempdir()?;
         if json {
             command.arg("--json");
         }
-        // A process group of its own: a signal for it must not reach the test.
         if !args.contains(&"--no-dump") && !args.contains(&"-o") {
             command.arg("-o").arg(dir.path());
         }
-        command.args(args).process_group(0);
+        command.args(args);
+        Self::spawn(command, dir, None)
+    }
+
+    /// `more` is there for as long as the tracer.
+    fn spawn(mut command: Command, dir: tempfile::TempDir, more: Option<tempfile::TempDir>) -> Result<Self> {
+        // A process group of its own: a signal for it must not reach the test.
+        command.process_group(0);
         let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
         let stderr = child.stderr.take().context("no standard error")?;
         let mut stdout = child.stdout.take().context("no standard output")?;
@@ -319,7 +436,7 @@ impl Tracer {
             let _ = stdout.read_to_end(&mut bytes);
             bytes
         });
-        Ok(Self { child, dir, messages, said: Vec::new(), report: Some(report) })
+        Ok(Self { child, dir, messages, said: Vec::new(), report: Some(report), _more: more })
     }
 
     /// Waits until it says that it traces something.
@@ -531,6 +648,43 @@ pub fn wait_for_truth(file: &Path, event: &str) -> Result<()> {
         thread::sleep(Duration::from_millis(10));
     }
     bail!("{} never said {event}", file.display())
+}
+
+/// What `check` says to a user: by subject, state, finding and advice.
+pub fn checked_by(user: &User) -> Result<HashMap<String, (String, String)>> {
+    let traced = Tracer::as_user(user, &["check"])?.finish()?;
+    let document: Value = serde_json::from_str(&traced.stdout)
+        .with_context(|| format!("{:?} {:?}", traced.stdout, traced.messages))?;
+    let lines = document["checks"].as_array().into_iter().flatten();
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    Ok(lines
+        .map(|line| {
+            let said = format!("{}; {}", text(&line["finding"]), text(&line["advice"]));
+            (text(&line["subject"]), (text(&line["state"]), said))
+        })
+        .collect())
+}
+
+/// A user with what tracing needs, and with CAP_SYS_ADMIN where this kernel keeps perf uprobes for that, which `check`
+/// has to say.
+pub fn least_privileged() -> Result<User> {
+    let mut user = User::with(&[Capability::Bpf, Capability::Perfmon, Capability::SysPtrace]);
+    user.capabilities.push(Capability::DacReadSearch);
+    let (state, said) = checked_by(&user)?.remove("attaching").context("nothing about attaching")?;
+    if state == "bad" {
+        ensure!(said.contains("CAP_SYS_ADMIN") && said.contains("cap_sys_admin+ep"), "{said}");
+        user.capabilities.push(Capability::SysAdmin);
+    }
+    Ok(user)
+}
+
+/// Whether this is a guest of `cargo xtask vm`, whose settings can be changed for good; says so when not.
+pub fn is_guest() -> bool {
+    let guest = std::env::var_os("MEMSCOPE_GUEST").is_some();
+    if !guest {
+        eprintln!("SKIPPED: this is no guest of `cargo xtask vm`");
+    }
+    guest
 }
 
 /// The JSON lines of a ground-truth file.

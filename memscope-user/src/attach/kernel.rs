@@ -1,11 +1,13 @@
 //! What this kernel can do, found by trying, never by its version number.
 
-use std::{ffi::CString, io, os::fd::AsFd, path::Path, sync::mpsc, thread};
+use std::{ffi::CString, fs, io, os::fd::AsFd, path::Path, sync::mpsc, thread};
 
 use aya_obj::generated::bpf_insn;
+use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};
 use serde::Serialize;
 
-use super::sys::{self, UprobePmu};
+use super::sys::{self, PerfUprobe, UprobePmu};
+use crate::model::Tgid;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Features {
@@ -44,6 +46,49 @@ impl Features {
             perf_uprobe: UprobePmu::find(Path::new("/sys")).is_ok(),
         }
     }
+}
+
+/// Our own process id as BPF programs see it, which is that of the host's PID namespace. `None`: the kernel does not
+/// say (before 5.10, or without the right to load programs).
+pub fn own_tgid() -> Option<Tgid> {
+    // `call bpf_get_current_pid_tgid; r0 >>= 32; exit`.
+    let program = [instruction(0x85, 0, 14), instruction(0x77, 0, 32), EXIT];
+    let program = sys::prog_load(sys::PROG_TYPE_RAW_TRACEPOINT, 0, &program, "own_tgid").ok()?;
+    sys::run_raw_tracepoint(program.as_fd()).ok().map(Tgid)
+}
+
+/// Whether perf uprobes can be attached, by one at our own ELF header, which never runs.
+pub fn try_perf_uprobe() -> io::Result<()> {
+    let pmu = UprobePmu::find(Path::new("/sys"))?;
+    let event = PerfUprobe::open(&pmu, c"/proc/self/exe", 0, Some(std::process::id()), false)?;
+    // Closing it takes 0.1 s.
+    thread::spawn(move || drop(event));
+    Ok(())
+}
+
+/// The number in a file of /proc/sys.
+pub fn sysctl(name: &str) -> Option<i64> {
+    fs::read_to_string(Path::new("/proc/sys").join(name)).ok()?.trim().parse().ok()
+}
+
+/// `none`, `integrity` or `confidentiality`; `None` where the kernel does not know it.
+pub fn lockdown() -> Option<String> {
+    let modes = fs::read_to_string("/sys/kernel/security/lockdown").ok()?;
+    Some(modes.split_once('[')?.1.split_once(']')?.0.to_owned())
+}
+
+/// Bytes of locked memory that we may have, where there is a limit and the kernel counts BPF maps among it (before
+/// 5.11).
+pub fn locked_memory_limit() -> Option<u64> {
+    let (limit, most) = getrlimit(Resource::RLIMIT_MEMLOCK).ok()?;
+    if limit == RLIM_INFINITY {
+        return None;
+    }
+    // Under a limit of nothing the smallest map tells. Whoever may not lower its limit is told by the error itself.
+    setrlimit(Resource::RLIMIT_MEMLOCK, 0, most).ok()?;
+    let counted = sys::map_create().is_err_and(|e| e.raw_os_error() == Some(libc::EPERM));
+    let _ = setrlimit(Resource::RLIMIT_MEMLOCK, limit, most);
+    counted.then_some(limit)
 }
 
 fn probe_uprobe_multi() -> (bool, bool) {

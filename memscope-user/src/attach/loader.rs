@@ -2,6 +2,7 @@
 //! `uprobe_multi` nor give each site its own copy of a program on kernels without attach cookies.
 
 use std::{
+    borrow::Cow,
     collections::{BTreeMap, HashMap as StdHashMap},
     io,
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
@@ -13,7 +14,7 @@ use memscope_ebpf::{
     ApiCall, Counters, InFlight, InFlightKey, Interpreter, NativeConfig, ProcessConfig, Site, Thread,
 };
 
-use super::sys;
+use super::{privilege, sys};
 
 /// The object of `cargo xtask build-ebpf`, or nothing where it was not built.
 static OBJECT: &[u8] = {
@@ -26,6 +27,8 @@ static OBJECT: &[u8] = {
 
 /// `bpf_get_attach_cookie`.
 const ATTACH_COOKIE: i32 = 174;
+/// `bpf_probe_read_kernel`.
+const PROBE_READ_KERNEL: i32 = 113;
 
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
@@ -45,16 +48,12 @@ pub enum LoadError {
     Program { program: &'static str, source: io::Error, log: String },
 }
 
-fn advice(error: &io::Error) -> &'static str {
+fn advice(error: &io::Error) -> Cow<'static, str> {
     match error.raw_os_error() {
-        Some(libc::EPERM) => {
-            "run as root, or with CAP_BPF and CAP_PERFMON; `memscope-trace check` says what is missing"
-        }
-        Some(libc::ENOSYS) => "this kernel is built without BPF",
-        Some(libc::ENOMEM) => {
-            "the limit on locked memory or the host's memory is used up: try a smaller --ring-size"
-        }
-        _ => "`memscope-trace check` says what this kernel lacks",
+        Some(libc::EPERM | libc::EACCES) => privilege::why_refused().into(),
+        Some(libc::ENOSYS) => "this kernel is built without BPF".into(),
+        Some(libc::ENOMEM) => "the host's memory is used up: try a smaller --ring-size".into(),
+        _ => "`memscope-trace check` says what this kernel lacks".into(),
     }
 }
 
@@ -149,6 +148,7 @@ pub enum Flavour {
 pub struct Loader {
     instructions: StdHashMap<String, Vec<bpf_insn>>,
     programs: BTreeMap<(Program, Flavour), OwnedFd>,
+    spares_kernel_memory: bool,
     /// The maps that programs use among themselves: each is there as long as its descriptor.
     _own_maps: Vec<MapData>,
 }
@@ -228,7 +228,20 @@ impl Loader {
             endings: take(&mut maps, "ENDINGS", Map::HashMap)?,
         };
         let own_maps = maps.into_values().collect();
-        Ok((Self { instructions, programs: BTreeMap::new(), _own_maps: own_maps }, typed))
+        Ok((
+            Self {
+                instructions,
+                programs: BTreeMap::new(),
+                spares_kernel_memory: false,
+                _own_maps: own_maps,
+            },
+            typed,
+        ))
+    }
+
+    /// Whether programs loaded from now on do without the kernel's own memory: for a kernel that lets none read it.
+    pub fn spare_kernel_memory(&mut self, spare: bool) {
+        self.spares_kernel_memory = spare;
     }
 
     /// The program, loaded for this way of attaching.
@@ -248,7 +261,10 @@ impl Loader {
             .cloned()
             .ok_or_else(|| LoadError::Object(format!("it has no program `{}`", program.name())))?;
         if let Flavour::PerfSite(site) = flavour {
-            replace_cookie(&mut instructions, site);
+            replace_call(&mut instructions, ATTACH_COOKIE, site as i32);
+        }
+        if self.spares_kernel_memory {
+            replace_call(&mut instructions, PROBE_READ_KERNEL, -libc::EPERM);
         }
         let (prog_type, attach_type) = match flavour {
             Flavour::UprobeMulti => (sys::PROG_TYPE_KPROBE, sys::TRACE_UPROBE_MULTI),
@@ -272,15 +288,15 @@ where
     T::try_from(variant(data)).map_err(|source| LoadError::UseMap { name, source })
 }
 
-/// Turns each call of `bpf_get_attach_cookie` into `r0 = site`.
-fn replace_cookie(instructions: &mut [bpf_insn], site: u32) {
+/// Turns each call of a helper into `r0 = value`.
+fn replace_call(instructions: &mut [bpf_insn], helper: i32, value: i32) {
     const CALL: u8 = 0x85;
     const MOV64_IMM: u8 = 0xb7;
     for instruction in instructions {
-        if instruction.code == CALL && instruction.src_reg() == 0 && instruction.imm == ATTACH_COOKIE {
+        if instruction.code == CALL && instruction.src_reg() == 0 && instruction.imm == helper {
             instruction.code = MOV64_IMM;
             instruction.set_dst_reg(0);
-            instruction.imm = site as i32;
+            instruction.imm = value;
         }
     }
 }

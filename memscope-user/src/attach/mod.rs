@@ -2,8 +2,11 @@
 
 mod btf;
 mod container;
+pub mod cost;
 pub mod kernel;
 mod loader;
+pub mod privilege;
+pub mod proc;
 pub mod process;
 pub mod spawn;
 mod sys;
@@ -186,6 +189,8 @@ pub struct Config {
     /// Calls that can be between entry and return, where that is to be another number than
     /// [`memscope_ebpf::MAX_IN_FLIGHT`].
     pub in_flight: Option<u32>,
+    /// Processes have the numbers that system calls of ours take (see [`proc::Proc::has_own_numbers`]).
+    pub own_numbers: bool,
 }
 
 /// How much of Python stacks is taken.
@@ -247,6 +252,7 @@ pub struct Attacher {
     classes: HashSet<Class>,
     wake_shift: u8,
     empty: bool,
+    own_numbers: bool,
     /// `None`: not wanted, or this kernel refuses the programs.
     stacks: Option<StackConfig>,
     stacks_refused: Option<String>,
@@ -405,6 +411,7 @@ impl Attacher {
             classes: config.classes,
             wake_shift,
             empty: config.empty,
+            own_numbers: config.own_numbers,
             stacks: config.stacks,
             stacks_refused: None,
             native_stacks: config.native_stacks,
@@ -504,6 +511,12 @@ impl Attacher {
         }
     }
 
+    /// Whether Python stacks of a thread are taken only when the collector has looked at it, up to a second after its
+    /// beginning: the kernel does not say where a thread has its robust list.
+    pub fn has_late_stacks(&self) -> bool {
+        self.stacks.is_some() && self.robust_list == 0
+    }
+
     fn try_native_stacks(&mut self) -> Result<(), AttachError> {
         let Some(config) = self.native_stacks else { return Ok(()) };
         let programs =
@@ -529,7 +542,18 @@ impl Attacher {
             Mechanism::PerfCookie => Flavour::PerfCookie,
             Mechanism::PerfSite => Flavour::PerfSite(0),
         };
-        programs.iter().try_for_each(|program| self.loader.program(*program, flavour).map(|_| ()))
+        let attempt = |loader: &mut Loader| {
+            programs.iter().try_for_each(|program| loader.program(*program, flavour).map(|_| ()))
+        };
+        let Err(refusal) = attempt(&mut self.loader) else { return Ok(()) };
+        // Lockdown of confidentiality lets no program read the kernel's memory: all but one thing is found without.
+        self.loader.spare_kernel_memory(true);
+        if attempt(&mut self.loader).is_err() {
+            self.loader.spare_kernel_memory(false);
+            return Err(refusal);
+        }
+        self.robust_list = 0;
+        Ok(())
     }
 
     /// Why this kernel takes no stacks.
@@ -554,6 +578,13 @@ impl Attacher {
 
     pub fn mechanism(&self) -> Mechanism {
         self.mechanism
+    }
+
+    /// Lets go of the capabilities that later sites do not need, on this thread.
+    pub fn drop_privileges(&self) {
+        privilege::drop_surplus(|| {
+            self.mechanism == Mechanism::UprobeMulti || kernel::try_perf_uprobe().is_ok()
+        });
     }
 
     pub fn features(&self) -> kernel::Features {
@@ -726,10 +757,8 @@ impl Attacher {
         if self.stacks.is_none() || self.robust_list != 0 {
             return;
         }
-        for tid in process.threads() {
-            if let Some(list) = stacks::robust_list(tid) {
-                let _ = self.maps.robust_lists.insert(tid.0, list, 0);
-            }
+        for (tid, list) in stacks::robust_lists(process) {
+            let _ = self.maps.robust_lists.insert(tid.0, list, 0);
         }
     }
 
@@ -919,14 +948,20 @@ impl Attacher {
         let (offsets, cookies): (Vec<u64>, Vec<u64>) = points.iter().map(|(o, s)| (*o, *s as u64)).unzip();
         let pid = match scope {
             // Where the kernel's filter takes one thread only, the programs' own filter does the work.
-            Scope::Process(tgid) if self.features.uprobe_multi_pid => Some(tgid.0),
+            Scope::Process(tgid) if self.features.uprobe_multi_pid => self.kernels_number(tgid),
             _ => None,
         };
         let fd = self.loader.program(program, Flavour::UprobeMulti).map_err(|e| e.to_string())?;
         let link = sys::uprobe_multi(fd, path, &offsets, &cookies, pid, program.on_return())
-            .map_err(|e| format!("uprobe_multi: {e}{}", advice(&e)))?;
+            .map_err(|e| format!("uprobe_multi: {e}{}", advice(&e, self.mechanism)))?;
         self.links.entry(scope).or_default().push(Link::Multi(link));
         Ok(())
+    }
+
+    /// What the kernel, asked by us, calls a process. Without one its filter can not be used, and the programs' own does
+    /// the work.
+    fn kernels_number(&self, tgid: Tgid) -> Option<u32> {
+        self.own_numbers.then_some(tgid.0)
     }
 
     fn attach_perf(
@@ -939,7 +974,7 @@ impl Attacher {
     ) -> Result<(), String> {
         let pmu = self.pmu.ok_or("this kernel has no perf uprobes")?;
         let pid = match scope {
-            Scope::Process(tgid) => Some(tgid.0),
+            Scope::Process(tgid) => self.kernels_number(tgid),
             Scope::Host => None,
         };
         let flavour = match self.mechanism {
@@ -948,12 +983,12 @@ impl Attacher {
         };
         let fd = self.loader.program(program, flavour).map_err(|e| e.to_string())?;
         let mut event = PerfUprobe::open(&pmu, path, offset, pid, program.on_return())
-            .map_err(|e| format!("perf_event_open: {e}{}", advice(&e)))?;
+            .map_err(|e| format!("perf_event_open: {e}{}", advice(&e, self.mechanism)))?;
         match flavour {
             Flavour::PerfSite(_) => event.set_bpf(fd),
             _ => event.link(fd, site as u64),
         }
-        .map_err(|e| format!("attaching to the perf event: {e}{}", advice(&e)))?;
+        .map_err(|e| format!("attaching to the perf event: {e}{}", advice(&e, self.mechanism)))?;
         self.links.entry(scope).or_default().push(Link::Perf(event));
         Ok(())
     }
@@ -1050,13 +1085,17 @@ impl Attacher {
     }
 }
 
-fn advice(error: &io::Error) -> &'static str {
+/// What to say of an error in attaching. Here the kernel has taken the programs already.
+fn advice(error: &io::Error, mechanism: Mechanism) -> String {
     match error.raw_os_error() {
-        Some(libc::EPERM | libc::EACCES) => {
-            " (perf uprobes need CAP_SYS_ADMIN on kernels patched since July 2025; see `memscope-trace check`)"
+        Some(libc::EPERM | libc::EACCES) if mechanism == Mechanism::UprobeMulti => {
+            format!(" ({})", privilege::why_refused())
         }
-        Some(ENOTSUPP | libc::EOPNOTSUPP) => " (the first instruction of this function can not be probed)",
-        _ => "",
+        Some(libc::EPERM | libc::EACCES) => format!(" ({})", privilege::why_perf_refused()),
+        Some(ENOTSUPP | libc::EOPNOTSUPP) => {
+            " (the first instruction of this function can not be probed)".to_owned()
+        }
+        _ => String::new(),
     }
 }
 
@@ -1150,7 +1189,7 @@ fn python_minor(files: &[MappedFile]) -> Option<u8> {
 
 /// Kernels before 5.11 charge maps and programs to RLIMIT_MEMLOCK. Sites attached by perf events, and the files of
 /// native stacks, take a descriptor each.
-fn raise_limits() {
+pub fn raise_limits() {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
     if let Err(e) = setrlimit(Resource::RLIMIT_MEMLOCK, libc::RLIM_INFINITY, libc::RLIM_INFINITY) {
         tracing::debug!("RLIMIT_MEMLOCK not raised: {e}");

@@ -5,14 +5,18 @@ use std::{
     fs::{self, File},
     io::{self, Read},
     os::{
-        fd::{FromRawFd, OwnedFd},
+        fd::OwnedFd,
         unix::{ffi::OsStrExt, fs::MetadataExt},
     },
     path::{Path, PathBuf},
-    time::Duration,
 };
 
-use super::container;
+use caps::{CapSet, Capability};
+
+use super::{
+    container, privilege,
+    proc::{Proc, Stat, pidfd},
+};
 use crate::{
     model::{Container, Tgid, Tid},
     text::sanitize,
@@ -30,92 +34,23 @@ pub enum ProcessError {
     KernelThread(Tgid),
     #[error("process {0} is a 32-bit program: CANN exists for 64-bit ones only, so it can not be traced")]
     ThirtyTwoBit(Tgid),
-    #[error(
-        "may not read {path} ({source}): run as root, or with CAP_SYS_PTRACE; inside a container the host's \
-         processes need --pid=host"
-    )]
+    #[error("may not read {path} ({source}); {}", why_denied())]
     Denied { path: String, source: io::Error },
     #[error("can not read {path}: {source}")]
     Read { path: String, source: io::Error },
 }
 
-/// `/proc`, or where the host's is mounted.
-#[derive(Debug, Clone)]
-pub struct Proc {
-    root: PathBuf,
-}
-
-impl Default for Proc {
-    fn default() -> Self {
-        Self { root: "/proc".into() }
+fn why_denied() -> String {
+    let capability = Capability::CAP_SYS_PTRACE;
+    match caps::has_cap(None, CapSet::Effective, capability) {
+        Ok(true) => "it has CAP_SYS_PTRACE, so something else forbids it: a security module, or a user namespace around the \
+                     tracer"
+            .to_owned(),
+        _ => format!("the tracer lacks {capability}: {}", privilege::how_to_get(&[])),
     }
 }
 
-impl Proc {
-    pub fn new(root: PathBuf) -> Self {
-        Self { root }
-    }
-
-    /// Ids of all processes (not threads), unordered. Empty when /proc can not be read.
-    pub fn processes(&self) -> Vec<Tgid> {
-        fs::read_dir(&self.root)
-            .into_iter()
-            .flatten()
-            .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok().map(Tgid))
-            .collect()
-    }
-
-    fn path(&self, tgid: Tgid, name: &str) -> PathBuf {
-        self.root.join(tgid.to_string()).join(name)
-    }
-
-    /// Name of the program as the kernel keeps it (15 bytes at most).
-    pub fn comm(&self, tgid: Tgid) -> String {
-        fs::read(self.path(tgid, "comm"))
-            .map(|b| sanitize(b.trim_ascii_end()).into_owned())
-            .unwrap_or_default()
-    }
-
-    /// The id of the parent, and of the session.
-    pub fn parent_and_session(&self, tgid: Tgid) -> Option<(Tgid, u32)> {
-        let stat = fs::read(self.path(tgid, "stat")).ok()?;
-        let fields = stat_fields(&stat)?;
-        Some((Tgid(fields.get(1)?.parse().ok()?), fields.get(3)?.parse().ok()?))
-    }
-
-    /// Whether a thread is there.
-    pub fn has_thread(&self, tid: Tid) -> bool {
-        self.root.join(tid.to_string()).exists()
-    }
-
-    /// How long the process has been there, to the clock tick (10 ms).
-    pub fn age(&self, tgid: Tgid) -> Option<Duration> {
-        let uptime: f64 =
-            fs::read_to_string(self.root.join("uptime")).ok()?.split(' ').next()?.parse().ok()?;
-        // SAFETY: sysconf takes an integer.
-        let ticks = unsafe { libc::sysconf(libc::_SC_CLK_TCK) } as f64;
-        let start = self.start_time(tgid)? as f64 / ticks;
-        Duration::try_from_secs_f64(uptime - start).ok()
-    }
-
-    /// What the process does: `R`, `S`, `Z`, ... as in ps.
-    pub fn state(&self, tgid: Tgid) -> Option<char> {
-        stat_fields(&fs::read(self.path(tgid, "stat")).ok()?)?.first()?.chars().next()
-    }
-
-    /// Start of the process in clock ticks since boot: with the id, it names the process for good.
-    pub fn start_time(&self, tgid: Tgid) -> Option<u64> {
-        stat_fields(&fs::read(self.path(tgid, "stat")).ok()?)?.get(19)?.parse().ok()
-    }
-}
-
-/// The fields of /proc/PID/stat behind the program's name, which may hold blanks and brackets itself.
-fn stat_fields(stat: &[u8]) -> Option<Vec<&str>> {
-    let end = stat.iter().rposition(|b| *b == b')')?;
-    Some(std::str::from_utf8(stat.get(end + 2..)?).ok()?.split_ascii_whitespace().collect())
-}
-
-/// A process that was there when this was made.
+/// A process that was there when this was made. `life` tells when it ends, whoever gets its id then.
 #[derive(Debug)]
 pub struct Process {
     pub tgid: Tgid,
@@ -123,11 +58,38 @@ pub struct Process {
     pub command: String,
     /// Driver ids of its logical devices, by `ASCEND_RT_VISIBLE_DEVICES` at its start.
     pub visible_devices: Option<Vec<u16>>,
+    /// That variable is not known, for want of rights.
+    pub is_environment_denied: bool,
     pub container: Option<Container>,
     /// Its id in its own PID namespace, where that is another one.
     pub own_pid: Option<u32>,
     proc: Proc,
-    pidfd: Option<OwnedFd>,
+    life: Option<Life>,
+}
+
+/// How the end of a process is noticed.
+#[derive(Debug)]
+pub enum Life {
+    /// Readable when it has ended.
+    Pidfd(OwnedFd),
+    /// Of a process that our own PID namespace does not have: its directory in /proc, to be looked at.
+    Directory(Directory),
+}
+
+/// The directory of one process in /proc, whoever gets its name later.
+#[derive(Debug)]
+pub struct Directory(File);
+
+impl Directory {
+    pub fn has_ended(&self) -> bool {
+        let mode = nix::sys::stat::Mode::empty();
+        let Ok(stat) = nix::fcntl::openat(&self.0, "stat", nix::fcntl::OFlag::O_CLOEXEC, mode) else {
+            return true;
+        };
+        let mut bytes = Vec::new();
+        let read = File::from(stat).read_to_end(&mut bytes);
+        read.is_err() || Stat::parse(&bytes).is_none_or(|stat| stat.has_ended())
+    }
 }
 
 /// A file mapped executable into a process.
@@ -200,30 +162,29 @@ pub fn is_layered(file: &File) -> bool {
 
 impl Process {
     pub fn open(proc: &Proc, tgid: Tgid) -> Result<Self, ProcessError> {
-        // SAFETY: pidfd_open takes two integers.
-        let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, tgid.0, 0) };
-        if fd < 0 {
-            let error = io::Error::last_os_error();
-            return Err(match error.raw_os_error() {
-                // The id of a thread that leads no process.
-                Some(libc::EINVAL | libc::ENOENT) => match leader(proc, tgid) {
-                    Some(leader) if leader != tgid => ProcessError::IsThread(tgid, leader),
-                    _ => ProcessError::NoSuchProcess(tgid),
-                },
-                Some(libc::ESRCH) => ProcessError::NoSuchProcess(tgid),
-                _ => ProcessError::Read { path: format!("process {tgid}"), source: error },
-            });
+        let life = match proc.has_own_numbers() {
+            true => pidfd(tgid).map(Life::Pidfd),
+            false => File::open(proc.path(tgid, "")).map(|dir| Life::Directory(Directory(dir))),
+        };
+        let life = life.map_err(|error| match error.raw_os_error() {
+            Some(libc::EINVAL | libc::ENOENT | libc::ESRCH) => ProcessError::NoSuchProcess(tgid),
+            _ => ProcessError::Read { path: format!("process {tgid}"), source: error },
+        });
+        // The id of a thread that leads no process has a directory, too.
+        match leader(proc, tgid) {
+            Some(leader) if leader != tgid => return Err(ProcessError::IsThread(tgid, leader)),
+            _ => {}
         }
-        // SAFETY: the kernel has just made this descriptor for us.
-        let pidfd = unsafe { OwnedFd::from_raw_fd(fd as i32) };
+        let life = life?;
         let mut process = Self {
             tgid,
             command: String::new(),
             visible_devices: None,
+            is_environment_denied: false,
             container: fs::read_to_string(proc.path(tgid, "cgroup")).ok().and_then(|s| container::parse(&s)),
             own_pid: own_pid(proc, tgid),
             proc: proc.clone(),
-            pidfd: Some(pidfd),
+            life: Some(life),
         };
         process.check_executable()?;
         process.refresh();
@@ -232,15 +193,17 @@ impl Process {
 
     /// Tells when the process ends, whoever gets its id then. It is there once: what is known of a process outlives it
     /// by far.
-    pub fn take_pidfd(&mut self) -> Option<OwnedFd> {
-        self.pidfd.take()
+    pub fn take_life(&mut self) -> Option<Life> {
+        self.life.take()
     }
 
     /// Reads again what `exec` changes.
     pub fn refresh(&mut self) {
         self.command = command_line(&self.proc, self.tgid);
-        self.visible_devices =
-            self.environment(b"ASCEND_RT_VISIBLE_DEVICES").map(|value| parse_devices(&value));
+        let visible = self.environment(b"ASCEND_RT_VISIBLE_DEVICES");
+        self.is_environment_denied =
+            visible.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::PermissionDenied);
+        self.visible_devices = visible.ok().flatten().map(|value| parse_devices(&value));
     }
 
     fn check_executable(&self) -> Result<(), ProcessError> {
@@ -263,11 +226,10 @@ impl Process {
     }
 
     /// Value of a variable in the environment that the process was started with.
-    fn environment(&self, name: &[u8]) -> Option<Vec<u8>> {
-        let environ = fs::read(self.proc.path(self.tgid, "environ")).ok()?;
-        environ
-            .split(|b| *b == 0)
-            .find_map(|line| Some(line.strip_prefix(name)?.strip_prefix(b"=")?.to_vec()))
+    fn environment(&self, name: &[u8]) -> io::Result<Option<Vec<u8>>> {
+        let environ = fs::read(self.proc.path(self.tgid, "environ"))?;
+        let mut lines = environ.split(|b| *b == 0);
+        Ok(lines.find_map(|line| Some(line.strip_prefix(name)?.strip_prefix(b"=")?.to_vec())))
     }
 
     /// The files mapped executable, each once.
@@ -316,6 +278,10 @@ impl Process {
         let mut bytes = Vec::new();
         file.take(64 * 1024).read_to_end(&mut bytes).ok()?;
         Some(bytes)
+    }
+
+    pub fn proc(&self) -> &Proc {
+        &self.proc
     }
 
     /// Ids of its threads.

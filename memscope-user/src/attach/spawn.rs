@@ -17,8 +17,6 @@ use nix::{
     unistd::Pid,
 };
 
-use crate::model::Tgid;
-
 #[derive(Debug, thiserror::Error)]
 pub enum SpawnError {
     #[error("no command after `--`")]
@@ -70,17 +68,18 @@ impl Held {
         Ok(held)
     }
 
-    pub fn tgid(&self) -> Tgid {
-        Tgid(self.child.id())
+    /// Its number in our own PID namespace.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
     }
 
     /// Lets it run, untraced by us.
     pub fn release(self) -> Result<Child, SpawnError> {
-        ptrace::detach(self.pid(), None).map_err(|e| self.hold_failed(e))?;
+        ptrace::detach(self.child(), None).map_err(|e| self.hold_failed(e))?;
         Ok(self.child)
     }
 
-    fn pid(&self) -> Pid {
+    fn child(&self) -> Pid {
         Pid::from_raw(self.child.id() as i32)
     }
 
@@ -89,7 +88,7 @@ impl Held {
     }
 
     fn run_to_entry(&mut self) -> Result<(), SpawnError> {
-        let pid = self.pid();
+        let pid = self.child();
         self.wait_for_trap()?;
         let entry = self.entry().map_err(|e| self.hold_failed(e))?;
         let at = entry as ptrace::AddressType;
@@ -111,7 +110,7 @@ impl Held {
     /// Waits for a SIGTRAP; other signals are the command's own and are passed on.
     fn wait_for_trap(&self) -> Result<(), SpawnError> {
         loop {
-            match waitpid(self.pid(), Some(WaitPidFlag::__WALL)).map_err(|e| self.hold_failed(e))? {
+            match waitpid(self.child(), Some(WaitPidFlag::__WALL)).map_err(|e| self.hold_failed(e))? {
                 WaitStatus::Stopped(_, Signal::SIGTRAP) | WaitStatus::PtraceEvent(..) => return Ok(()),
                 WaitStatus::Stopped(pid, signal) => {
                     ptrace::cont(pid, signal).map_err(|e| self.hold_failed(e))?;

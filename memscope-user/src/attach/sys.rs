@@ -83,6 +83,25 @@ fn text(log: &[u8]) -> String {
     CStr::from_bytes_until_nul(log).map(|text| text.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
+/// Makes the smallest map, as a test.
+pub fn map_create() -> io::Result<OwnedFd> {
+    const ARRAY: u32 = 2;
+    let mut attr = empty_attr();
+    // SAFETY: BPF_MAP_CREATE reads this member of the union.
+    let a = unsafe { &mut attr.__bindgen_anon_1 };
+    (a.map_type, a.key_size, a.value_size, a.max_entries) = (ARRAY, 4, 4, 1);
+    bpf_fd(bpf_cmd::BPF_MAP_CREATE, &mut attr)
+}
+
+/// Runs a program for raw tracepoints here and now (kernel 5.10); what it returned.
+pub fn run_raw_tracepoint(program: BorrowedFd<'_>) -> io::Result<u32> {
+    let mut attr = empty_attr();
+    attr.test.prog_fd = program.as_raw_fd() as u32;
+    bpf(bpf_cmd::BPF_PROG_TEST_RUN, &mut attr)?;
+    // SAFETY: BPF_PROG_TEST_RUN has written to this member of the union.
+    Ok(unsafe { attr.test.retval })
+}
+
 /// Attaches a program to many offsets of one file with one link.
 pub fn uprobe_multi(
     program: BorrowedFd<'_>,

@@ -6,13 +6,21 @@ use clap::Args;
 use serde::Serialize;
 
 use super::{
-    Verdict,
+    ProcArgs, Verdict,
     output::{print, print_document},
 };
-use crate::check::{self, Line, State};
+use crate::{
+    attach::cost::Prices,
+    check::{self, Line, State},
+};
 
 #[derive(Debug, Args)]
 pub struct CheckArgs {
+    #[command(flatten)]
+    proc: ProcArgs,
+    /// Measure what a hit of a probe costs on this machine, in a child of our own
+    #[arg(long)]
+    bench: bool,
     /// As one JSON document
     #[arg(long)]
     json: bool,
@@ -22,11 +30,21 @@ pub struct CheckArgs {
 struct Checked {
     ready: bool,
     checks: Vec<Line>,
+    /// With `--bench`.
+    probe_prices: Option<Prices>,
 }
 
 pub(super) fn run(args: CheckArgs) -> anyhow::Result<Verdict> {
-    let checks = check::run();
-    let checked = Checked { ready: checks.iter().all(|line| line.state != State::Bad), checks };
+    let proc = args.proc.open()?;
+    let mut checks = check::run(&proc);
+    let mut probe_prices = None;
+    if args.bench {
+        let (line, prices) = check::bench(&proc);
+        checks.push(line);
+        probe_prices = prices;
+    }
+    let ready = checks.iter().all(|line| line.state != State::Bad);
+    let checked = Checked { ready, checks, probe_prices };
     if args.json {
         print_document(&checked)?;
     } else {

@@ -18,11 +18,17 @@ mod trace;
 use std::{
     ffi::OsString,
     io::{self, IsTerminal},
+    path::PathBuf,
     process::ExitCode,
 };
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use tracing_subscriber::{EnvFilter, filter::LevelFilter};
+
+use crate::attach::{
+    cost,
+    proc::{Proc, ProcError},
+};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -74,6 +80,9 @@ enum Command {
     Convert(convert::ConvertArgs),
     /// Is this host ready? Each line says what to do when it is not
     Check(check::CheckArgs),
+    /// The child that `check --bench` measures
+    #[command(name = cost::CHILD, hide = true)]
+    CostLoop { rounds: u32, calls: u32 },
 }
 
 #[derive(Debug, Args)]
@@ -88,6 +97,21 @@ struct LoggingArgs {
     #[arg(long, global = true, value_name = "LEVEL", help_heading = "General",
         value_parser = ["debug", "info", "warning", "warn", "error"], hide_possible_values = true)]
     log_level: Option<String>,
+}
+
+/// Where processes are looked for.
+#[derive(Debug, Args)]
+struct ProcArgs {
+    /// Where the host's /proc is mounted, for a tracer in a container that does not share the host's process ids; PID is
+    /// always one of those in there
+    #[arg(long = "proc", value_name = "DIR")]
+    root: Option<PathBuf>,
+}
+
+impl ProcArgs {
+    fn open(self) -> Result<Proc, ProcError> {
+        self.root.map_or_else(|| Ok(Proc::default()), Proc::open)
+    }
 }
 
 impl LoggingArgs {
@@ -156,6 +180,9 @@ pub fn main() -> ExitCode {
         Some(Command::Oom(args)) => oom::run(args),
         Some(Command::Convert(args)) => convert::run(args),
         Some(Command::Check(args)) => check::run(args),
+        Some(Command::CostLoop { rounds, calls }) => {
+            cost::child(cost::Effort { rounds, calls }).map(|()| Verdict::Fine).map_err(Into::into)
+        }
         None => trace::run(cli.trace, cli.logging.quiet),
     };
     match result {

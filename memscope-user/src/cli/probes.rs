@@ -7,11 +7,14 @@ use clap::Args;
 use serde::Serialize;
 
 use super::{
-    Verdict,
+    ProcArgs, Verdict,
     output::{print, print_document},
 };
 use crate::{
-    attach::process::{FileId, Proc, Process},
+    attach::{
+        proc::Proc,
+        process::{FileId, Process},
+    },
     model::Tgid,
     probes::{
         catalogue::{CATALOGUE, Class, Probe},
@@ -31,6 +34,8 @@ pub struct ProbesArgs {
     /// Resolve against this library, of x86_64 or aarch64
     #[arg(long, value_name = "LIB")]
     file: Option<PathBuf>,
+    #[command(flatten)]
+    proc: ProcArgs,
     /// As one JSON document
     #[arg(long)]
     json: bool,
@@ -58,7 +63,7 @@ struct Row {
 
 pub(super) fn run(args: ProbesArgs) -> anyhow::Result<Verdict> {
     let files = match (args.pid, &args.file) {
-        (Some(pid), _) => of_process(Tgid(pid))?,
+        (Some(pid), _) => of_process(&args.proc.open()?, Tgid(pid))?,
         (None, Some(path)) => of_file(path)?,
         (None, None) => {
             list_catalogue(args.json)?;
@@ -113,8 +118,8 @@ pub(super) fn run(args: ProbesArgs) -> anyhow::Result<Verdict> {
 
 type Resolved = (String, File, ResolvedFile);
 
-fn of_process(tgid: Tgid) -> anyhow::Result<Vec<Resolved>> {
-    let process = Process::open(&Proc::default(), tgid)?;
+fn of_process(proc: &Proc, tgid: Tgid) -> anyhow::Result<Vec<Resolved>> {
+    let process = Process::open(proc, tgid)?;
     let resolver = Resolver::default();
     let mut seen = HashSet::new();
     let mapped = process.mapped_files()?;

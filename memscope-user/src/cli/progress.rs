@@ -78,7 +78,7 @@ impl Progress for Terminal {
         let (time, received) = std::mem::replace(&mut self.last, (live.elapsed, live.received));
         let seconds = live.elapsed.saturating_sub(time).as_secs_f64();
         let rate = if seconds > 0.0 { (live.received - received) as f64 / seconds } else { 0.0 };
-        let line = status::line(live.online, rate, live.lost);
+        let line = status::line(live.online, rate, live.lost, live.probes);
         match &self.bar {
             Some(bar) => bar.set_message(line),
             None => say(&line),

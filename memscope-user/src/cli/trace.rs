@@ -16,7 +16,7 @@ use clap::{Args, builder::NonEmptyStringValueParser};
 use memscope_ebpf::MAX_DEPTH;
 
 use super::{
-    Verdict,
+    ProcArgs, Verdict,
     inefficient::RuleArgs,
     list::{Bytes, Device, List, Ordinal, Seconds, words},
     output,
@@ -25,7 +25,7 @@ use super::{
 };
 use crate::{
     analysis::inefficient::Report,
-    attach::{Mechanism, NativeStackConfig, StackConfig, process::Proc},
+    attach::{Mechanism, NativeStackConfig, StackConfig},
     dump::{Format, StackStyle},
     model::Tgid,
     probes::catalogue::Class,
@@ -54,6 +54,8 @@ pub struct TraceArgs {
     /// End the trace after so many seconds
     #[arg(short, long, value_name = "SECONDS", allow_hyphen_values = true, help_heading = "Whom to trace")]
     duration: Option<Seconds>,
+    #[command(flatten, next_help_heading = "Whom to trace")]
+    proc: ProcArgs,
 
     /// What to observe besides memory: operators, or each kernel launch as well [op, kernel]
     #[arg(long, value_name = "LEVEL", default_value = "op", help_heading = "What to look at")]
@@ -247,7 +249,7 @@ impl TraceArgs {
         };
         Ok(Config {
             targets,
-            proc: Proc::default(),
+            proc: self.proc.open()?,
             duration: self.duration.map(|seconds| seconds.0),
             classes,
             steps: self.step.rule(),

@@ -43,7 +43,7 @@ pub enum Notice {
 }
 
 /// Reads a text of the target that the programs could not read (its page was not present then).
-pub type ReadText = fn(Tgid, u64, usize) -> Option<Vec<u8>>;
+pub type ReadText = Box<dyn Fn(Tgid, u64, usize) -> Option<Vec<u8>>>;
 
 pub struct Decoder {
     sites: Vec<Option<SiteFacts>>,
@@ -239,11 +239,11 @@ impl Decoder {
                 })
             }
             kind::NAME => NameRecord::read(bytes).map(|name| {
-                let text = text(&name.text, name.len, name.header.flags, tgid, name.address, self.read_text);
+                let text = text(&name.text, name.len, name.header.flags, tgid, name.address, &self.read_text);
                 process.name(site.probe, &name, &text, &mut self.names)
             }),
             kind::MARK => Mark::read(bytes).map(|mark| {
-                let text = text(&mark.text, mark.len, mark.header.flags, tgid, mark.address, self.read_text);
+                let text = text(&mark.text, mark.len, mark.header.flags, tgid, mark.address, &self.read_text);
                 process.mark(site.probe, &mark, &text, &mut self.names)
             }),
             kind::TENSOR => Tensor::read(bytes).map(|tensor| {
@@ -289,7 +289,7 @@ fn text<'a>(
     record_flags: u16,
     tgid: Tgid,
     address: u64,
-    read: ReadText,
+    read: &ReadText,
 ) -> std::borrow::Cow<'a, [u8]> {
     if record_flags & flags::UNREADABLE != 0 && address != 0 {
         return read(tgid, address, bytes.len() - 1).unwrap_or_default().into();

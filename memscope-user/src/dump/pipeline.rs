@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{SigSet, Signal};
 use serde::Serialize;
 
+use crate::attach::privilege;
 use crate::model::{Nanos, Tgid, Tid};
 
 use super::output::OutputError;
@@ -87,7 +88,10 @@ impl Pipeline {
         let of_thread = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
             .name("dump".into())
-            .spawn(move || run(writer, &of_thread))
+            .spawn(move || {
+                privilege::keep_for_files();
+                run(writer, &of_thread)
+            })
             .map_err(|source| OutputError::Create { path: output, source })?;
         Ok(Pipeline { shared, thread: Some(thread) })
     }

@@ -172,6 +172,13 @@ pub enum Shape {
     Notify,
 }
 
+impl Shape {
+    /// Whether the return is probed as well.
+    pub fn has_return(self) -> bool {
+        matches!(self, Self::EnterReturn { .. } | Self::Mark { id: true, .. })
+    }
+}
+
 /// What the user switches on and off.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]

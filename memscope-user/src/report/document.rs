@@ -16,6 +16,7 @@ use crate::analysis::leaks::{Late, LateGroup, Like, Pattern, Reason, Verdicts};
 use crate::analysis::oom::{Holder, Oom, OtherHolders};
 use crate::analysis::reconcile::Reconciliation;
 use crate::analysis::reserve::{Point, Series};
+use crate::attach::cost::Share;
 use crate::model::{
     AllocationId, Basis, Block, Container, Count, DeviceId, DeviceMemory, DevicePtr, Ending, Frame,
     FreeSpace, Name, Nanos, Pool, PoolUse, Process, Stack, StepId, Tgid, Tid, Whose,
@@ -48,6 +49,8 @@ pub struct Document {
     pub decomposition: Vec<Decomposition>,
     pub dump: Option<Dump>,
     pub timing: Timing,
+    /// `None`: it could not be measured, or there was nothing to trace.
+    pub probe_cost: Option<ProbeCost>,
     /// What else the reader must know to judge the figures.
     pub notes: Vec<String>,
 }
@@ -72,7 +75,23 @@ pub struct Trace {
     pub events: Events,
     pub dump: Option<Dump>,
     pub timing: Timing,
+    pub probe_cost: Option<ProbeCost>,
     pub notes: Vec<String>,
+}
+
+/// What the probes cost the traced processes.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct ProbeCost {
+    #[serde(flatten)]
+    pub share: Share,
+    /// `probes_ns` of `target_ns`, from 0 to 1.
+    pub of_target: Option<f64>,
+}
+
+impl From<Share> for ProbeCost {
+    fn from(share: Share) -> Self {
+        Self { of_target: share.of_target(), share }
+    }
 }
 
 /// Version of the documents: of this one, and of those of verbs that report something else.
@@ -563,6 +582,7 @@ impl Document {
             inefficient: online.inefficient.as_ref().map(inefficient::Inefficient::report),
             dump: trace.dump,
             timing: trace.timing,
+            probe_cost: trace.probe_cost,
             notes: trace.notes,
         }
     }

@@ -12,8 +12,9 @@ const SHOWN: [Pool; 3] = [Pool::Pta, Pool::Mindspore, Pool::Atb];
 /// What there is to see at this moment, in one line without a line end:
 /// `step 131   device 1.24 GiB   PTA 18.1 / 48.0 MiB (+3.00 MiB/step)   events 1.2 k/s   lost 0`.
 ///
-/// The pool's figures are allocated and reserved bytes. Several processes are added up.
-pub fn line(online: &Online, events_per_second: f64, lost: u64) -> String {
+/// The pool's figures are allocated and reserved bytes. Several processes are added up. `probes` is what share of the
+/// processes' CPU time their probes took.
+pub fn line(online: &Online, events_per_second: f64, lost: u64, probes: Option<f64>) -> String {
     let running: Vec<(usize, &Process)> = online
         .ledger
         .processes()
@@ -64,6 +65,9 @@ pub fn line(online: &Online, events_per_second: f64, lost: u64) -> String {
     }
     parts.push(format!("events {}", units::rate(events_per_second)));
     parts.push(format!("lost {}", units::count(lost)));
+    if let Some(share) = probes {
+        parts.push(format!("probes {:.1} % of its CPU time", share * 100.0));
+    }
     parts.join("   ")
 }
 
@@ -105,21 +109,25 @@ mod tests {
         };
         let online = after(&events[..until(5)]);
         assert_eq!(
-            line(&online, 1234.0, 0),
+            line(&online, 1234.0, 0, None),
             "step 5   device 40.0 MiB   PTA 16.0 / 40.0 MiB (+3.00 MiB/step)   events 1.2 k/s   lost 0"
         );
         let online = after(&events[..4]);
         assert_eq!(
-            line(&online, 0.0, 12_345),
-            "no step yet   device 20.0 MiB   PTA 1.00 / 20.0 MiB   events 0 /s   lost 12,345"
+            line(&online, 0.0, 12_345, Some(0.0123)),
+            "no step yet   device 20.0 MiB   PTA 1.00 / 20.0 MiB   events 0 /s   lost 12,345   \
+             probes 1.2 % of its CPU time"
         );
     }
 
     #[test]
     fn nothing_yet() {
-        assert_eq!(line(&after(&[]), 0.0, 0), "nothing allocated yet   events 0 /s   lost 0");
+        assert_eq!(line(&after(&[]), 0.0, 0, None), "nothing allocated yet   events 0 /s   lost 0");
         let mut script = Script::new();
         script.op("aclnnAdd");
-        assert_eq!(line(&after(&script.events), 2.0, 0), "nothing allocated yet   events 2 /s   lost 0");
+        assert_eq!(
+            line(&after(&script.events), 2.0, 0, None),
+            "nothing allocated yet   events 2 /s   lost 0"
+        );
     }
 }

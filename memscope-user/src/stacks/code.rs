@@ -255,7 +255,7 @@ mod tests {
     }
 
     fn own_memory() -> Memory {
-        Memory(Tgid(std::process::id()))
+        Memory::Numbered(Tgid(std::process::id()))
     }
 
     #[test]

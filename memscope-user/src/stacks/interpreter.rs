@@ -6,6 +6,7 @@ use super::{
     code::{Types, is_alive},
     memory::{Memory, Read, half_at, word_at},
     offsets::{OWNED_BY_C, Offsets, Position},
+    threads::{listed_by, robust_lists, thread_id},
 };
 use crate::{
     attach::process::{MappedFile, Process},
@@ -102,7 +103,7 @@ impl Located {
             Err(Refusal::NoSymbol { .. }) if named.is_program => return Ok(None),
             other => other?,
         };
-        let memory = Memory(process.tgid);
+        let memory = &memory_of(process)?;
         let word = match address("Py_Version") {
             Ok(at) => half_at(&memory.bytes::<4>(at).ok_or(Refusal::Unreadable("Py_Version"))?, 0),
             Err(_) => None,
@@ -196,7 +197,7 @@ fn version(word: u32) -> (String, Option<u8>) {
 }
 
 /// The table for debuggers at the head of the runtime of 3.13 tells.
-fn is_free_threaded(memory: Memory, runtime: u64) -> bool {
+fn is_free_threaded(memory: &Memory, runtime: u64) -> bool {
     memory
         .bytes::<24>(runtime)
         .is_none_or(|head| !head.starts_with(b"xdebugpy") || word_at(&head, 16) != Some(0))
@@ -205,7 +206,7 @@ fn is_free_threaded(memory: Memory, runtime: u64) -> bool {
 /// Finds where threads keep their state, and checks that all that is known of this version holds here.
 fn calibrate(process: &Process, located: Located) -> Result<Found, Refusal> {
     let Located { version, offsets, types, runtime } = located;
-    let memory = Memory(process.tgid);
+    let memory = &memory_of(process)?;
     let tss: [u8; 8] =
         memory.bytes(runtime + u64::from(offsets.tss)).ok_or(Refusal::Unreadable("its runtime's head"))?;
     let threads_are_wrong = |what| Err(Refusal::Threads { version: version.clone(), what });
@@ -226,7 +227,7 @@ fn calibrate(process: &Process, located: Located) -> Result<Found, Refusal> {
         let Some(states) = thread_states(memory, &offsets, main) else {
             return threads_are_wrong("the list of threads can not be followed");
         };
-        let Some((slot, main_thread)) = slot(process, key, &states) else {
+        let Some((slot, main_thread)) = slot(process, memory, key, &states) else {
             // A thread that begins or ends may be in one list and not in the other.
             std::thread::sleep(std::time::Duration::from_micros(200));
             continue;
@@ -250,7 +251,7 @@ fn calibrate(process: &Process, located: Located) -> Result<Found, Refusal> {
 }
 
 /// `PyThreadState`s of an interpreter; `None` when they are not all its own.
-fn thread_states(memory: Memory, offsets: &Offsets, interpreter: u64) -> Option<Vec<u64>> {
+fn thread_states(memory: &Memory, offsets: &Offsets, interpreter: u64) -> Option<Vec<u64>> {
     let mut states = Vec::new();
     let mut at = memory.word(interpreter + u64::from(offsets.threads))?;
     while at != 0 && states.len() < MOST_THREADS {
@@ -263,26 +264,34 @@ fn thread_states(memory: Memory, offsets: &Offsets, interpreter: u64) -> Option<
     (!states.is_empty()).then_some(states)
 }
 
+fn memory_of(process: &Process) -> Result<Memory, Refusal> {
+    Memory::of(process.proc(), process.tgid)
+        .map_err(|_| Refusal::Unreadable("its /proc/PID/mem can not be opened"))
+}
+
 /// Where the slot with the state lies, as seen from a thread's robust list; and the state of the main thread, or 0.
-fn slot(process: &Process, key: u32, states: &[u64]) -> Option<(i64, u64)> {
-    let memory = Memory(process.tgid);
+fn slot(process: &Process, memory: &Memory, key: u32, states: &[u64]) -> Option<(i64, u64)> {
     let slot = FIRST_SLOT + SLOT_BYTES * i64::from(key) + 8;
-    let leader = Tid(process.tgid.0);
-    let lists: Vec<(Tid, u64)> =
-        process.threads().into_iter().filter_map(|tid| Some((tid, robust_list(tid)?))).collect();
     let state_at =
         |list: u64| memory.word(list.wrapping_add_signed(slot)).filter(|state| states.contains(state));
+    if !process.proc().has_own_numbers() {
+        let found: Vec<_> = states
+            .iter()
+            .filter_map(|state| {
+                let list = listed_by(memory, *state, |list| state_at(list) == Some(*state))?;
+                Some((list, *state))
+            })
+            .collect();
+        let own_pid = process.own_pid.unwrap_or(process.tgid.0);
+        let is_main = |(list, _): &&(u64, u64)| thread_id(memory, *list) == Some(own_pid);
+        let main_thread = found.iter().find(is_main).map_or(0, |(_, state)| *state);
+        return (!found.is_empty()).then_some((slot, main_thread));
+    }
+    let leader = Tid(process.tgid.0);
+    let lists = robust_lists(process);
     let main_thread = || state_at(lists.iter().find(|(tid, _)| *tid == leader)?.1);
     // Found elsewhere, it would be a guess: only this slot holds the state whether the thread has the GIL or not.
     lists.iter().any(|(_, list)| state_at(*list).is_some()).then(|| (slot, main_thread().unwrap_or(0)))
-}
-
-/// The list that glibc registers with the kernel for each thread.
-pub fn robust_list(tid: Tid) -> Option<u64> {
-    let (mut head, mut length) = (0u64, 0usize);
-    // SAFETY: the kernel writes a pointer and a length to where these are.
-    let result = unsafe { libc::syscall(libc::SYS_get_robust_list, tid.0, &raw mut head, &raw mut length) };
-    (result == 0 && head != 0).then_some(head)
 }
 
 /// What the frames of threads look like.
@@ -317,7 +326,7 @@ impl FromIterator<Frames> for Frames {
 }
 
 /// Follows the frames of a thread to the outermost one.
-fn check_frames(memory: Memory, offsets: &Offsets, types: &Types, state: u64) -> Frames {
+fn check_frames(memory: &Memory, offsets: &Offsets, types: &Types, state: u64) -> Frames {
     const UNREADABLE: Frames = Frames::Bad("they can not be followed");
     let Some(mut frame) = memory.word(state + u64::from(offsets.frame)) else { return UNREADABLE };
     if frame != 0 && offsets.frame_of_cframe != wire::NO_OFFSET {
@@ -396,7 +405,7 @@ mod tests {
     };
 
     use super::*;
-    use crate::{attach::process::Proc, model::Tgid};
+    use crate::{attach::proc::Proc, model::Tgid};
 
     struct Running {
         child: Child,
@@ -463,6 +472,33 @@ sleep()";
                 Ok(Found::Ready(interpreter)) => assert_ne!(interpreter.main_thread, 0),
                 other => panic!("3.{}: {other:?}", program.minor),
             }
+        }
+    }
+
+    /// From another PID namespace the kernel does not say where threads have their lists: they are found all the same.
+    #[test]
+    fn lists_are_found_without_the_kernel() {
+        for program in programs() {
+            let Some((process, located)) = located(&program) else { return };
+            let Ok(Found::Ready(found)) = calibrate(&process, located.clone()) else {
+                panic!("{}", located.version)
+            };
+            let memory = Memory::of(process.proc(), process.tgid).expect("memory");
+            let main = memory.word(located.runtime + u64::from(located.offsets.main_interpreter));
+            let states = thread_states(&memory, &located.offsets, main.expect("an interpreter"));
+            let states = states.expect("threads");
+            let mut lists: Vec<_> = states
+                .iter()
+                .filter_map(|state| {
+                    let holds = |list: u64| memory.word(list.wrapping_add_signed(found.slot)) == Some(*state);
+                    let list = listed_by(&memory, *state, holds)?;
+                    Some((Tid(thread_id(&memory, list)?), list))
+                })
+                .collect();
+            lists.sort_unstable();
+            let mut known = robust_lists(&process);
+            known.sort_unstable();
+            assert!(lists.len() == 2 && lists == known, "{}: {lists:x?} {known:x?}", located.version);
         }
     }
 

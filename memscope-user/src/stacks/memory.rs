@@ -1,13 +1,18 @@
 //! The memory of a process, as far as it can be read.
 
-use std::{collections::BTreeMap, io::IoSliceMut};
+use std::{
+    collections::BTreeMap,
+    fs::File,
+    io::{self, IoSliceMut},
+    os::unix::fs::FileExt,
+};
 
 use nix::{
     sys::uio::{RemoteIoVec, process_vm_readv},
     unistd::Pid,
 };
 
-use crate::model::Tgid;
+use crate::{attach::proc::Proc, model::Tgid};
 
 /// Objects without an address nearby: no one maps the first pages.
 const LOWEST: u64 = 4096;
@@ -29,19 +34,41 @@ pub trait Read {
 }
 
 /// A process's memory as it is now.
-#[derive(Debug, Clone, Copy)]
-pub struct Memory(pub Tgid);
+#[derive(Debug)]
+pub enum Memory {
+    /// Of a process that our own PID namespace has: `process_vm_readv` asks for no rights to its files.
+    Numbered(Tgid),
+    /// `/proc/PID/mem`, of the program that it runs now.
+    Opened(File),
+}
 
-impl Read for Memory {
-    fn read(&self, address: u64, bytes: &mut [u8]) -> Option<()> {
+impl Memory {
+    pub fn of(proc: &Proc, tgid: Tgid) -> io::Result<Self> {
+        match proc.has_own_numbers() {
+            true => Ok(Self::Numbered(tgid)),
+            false => File::open(proc.path(tgid, "mem")).map(Self::Opened),
+        }
+    }
+
+    /// Reads what there is from `address` on, and says how much; `None`: nothing.
+    pub fn read_some(&self, address: u64, bytes: &mut [u8]) -> Option<usize> {
         if address < LOWEST {
             return None;
         }
-        let remote = RemoteIoVec { base: usize::try_from(address).ok()?, len: bytes.len() };
+        match self {
+            Self::Numbered(tgid) => {
+                let remote = RemoteIoVec { base: usize::try_from(address).ok()?, len: bytes.len() };
+                process_vm_readv(Pid::from_raw(tgid.0 as i32), &mut [IoSliceMut::new(bytes)], &[remote]).ok()
+            }
+            Self::Opened(memory) => memory.read_at(bytes, address).ok(),
+        }
+    }
+}
+
+impl Read for Memory {
+    fn read(&self, address: u64, bytes: &mut [u8]) -> Option<()> {
         let wanted = bytes.len();
-        let local = IoSliceMut::new(bytes);
-        let read = process_vm_readv(Pid::from_raw(self.0.0 as i32), &mut [local], &[remote]).ok()?;
-        (read == wanted).then_some(())
+        (self.read_some(address, bytes)? == wanted).then_some(())
     }
 }
 

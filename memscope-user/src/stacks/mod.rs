@@ -10,20 +10,23 @@ mod memory;
 mod native;
 mod offsets;
 mod origin;
+mod threads;
 
 use std::sync::Arc;
 
 use memscope_ebpf::{Header, PieceHead, Plain, RawFrame, StackHead, flags, no_stack};
 use rustc_hash::FxHashMap;
 
-pub use interpreter::{Found, Interpreter, Refusal, robust_list};
+pub use interpreter::{Found, Interpreter, Refusal};
+pub use memory::Memory;
 pub use native::{NativeTally, Natives, demangled};
 pub use origin::Origins;
+pub use threads::robust_lists;
 
 use crate::model::{Frame, Name, Origin, Stack, Tgid, Tid, Whose};
 use code::{At, Code};
 use interpreter::code_and_owner;
-use memory::{Copied, Memory};
+use memory::Copied;
 use offsets::{OWNED_BY_C, OWNED_BY_GENERATOR};
 
 /// Stacks kept of a process. One that has more gets no more: it makes up code as it goes.
@@ -124,6 +127,7 @@ pub struct Stacks {
 /// What is known of a process.
 #[derive(Debug)]
 struct Known {
+    memory: Memory,
     interpreter: Interpreter,
     origins: Origins,
     codes: FxHashMap<(u64, u64), Arc<Code>>,
@@ -133,8 +137,9 @@ struct Known {
 
 impl Stacks {
     /// From now on the process's stacks can be read.
-    pub fn begin(&mut self, tgid: Tgid, interpreter: Interpreter, origins: Origins) {
+    pub fn begin(&mut self, tgid: Tgid, memory: Memory, interpreter: Interpreter, origins: Origins) {
         let known = Known {
+            memory,
             interpreter,
             origins,
             codes: FxHashMap::default(),
@@ -185,7 +190,7 @@ impl Stacks {
             return Some(());
         }
         let whose = if head.header.flags & flags::VIA != 0 { Whose::Via } else { Whose::Own };
-        let (stack, gone) = known.resolve(&copied, Memory(tgid), frames, whose, head.more != 0);
+        let (stack, gone) = known.resolve(&copied, frames, whose, head.more != 0);
         known.stacks.insert(head.id, stack);
         self.tallies.entry(tgid).or_default().gone_frames += gone;
         Some(())
@@ -241,7 +246,6 @@ impl Known {
     fn resolve(
         &mut self,
         copied: &Copied,
-        memory: Memory,
         raw: &[RawFrame],
         whose: Whose,
         cut: bool,
@@ -253,7 +257,7 @@ impl Known {
             if owner >= OWNED_BY_C {
                 continue;
             }
-            match self.code(copied, memory, address, raw.identity) {
+            match self.code(copied, address, raw.identity) {
                 Some(code) => match code.at(raw.instruction, owner == OWNED_BY_GENERATOR) {
                     At::NotBegun => {}
                     At::Line(line) => {
@@ -278,13 +282,13 @@ impl Known {
         (stack, gone)
     }
 
-    fn code(&mut self, copied: &Copied, memory: Memory, address: u64, identity: u64) -> Option<Arc<Code>> {
+    fn code(&mut self, copied: &Copied, address: u64, identity: u64) -> Option<Arc<Code>> {
         if let Some(code) = self.codes.get(&(address, identity)) {
             return Some(code.clone());
         }
         let Interpreter { offsets, types, .. } = &self.interpreter;
         let code = Code::read(copied, offsets, types, address, identity)
-            .or_else(|| Code::read(&memory, offsets, types, address, identity))?;
+            .or_else(|| Code::read(&self.memory, offsets, types, address, identity))?;
         let code = Arc::new(code);
         if self.codes.len() < MOST_CODES {
             self.codes.insert((address, identity), code.clone());

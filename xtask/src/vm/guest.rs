@@ -27,8 +27,8 @@ pub enum Tests {
     Shell,
 }
 
-/// The test programs that a guest runs.
-const TESTS: [&str; 2] = ["native", "native_stacks"];
+/// The test programs that a guest runs, in this order: the last one restricts the kernel for good.
+const TESTS: [&str; 3] = ["native", "native_stacks", "restricted"];
 
 const INIT: &str = include_str!("init.sh");
 

@@ -23,7 +23,10 @@ use self::{
 };
 use super::{MOST_STACKS, Origins, Reason, in_order};
 use crate::{
-    attach::process::{FileId, MappedFile, Proc, Process},
+    attach::{
+        proc::Proc,
+        process::{FileId, MappedFile, Process},
+    },
     model::{Frame, NativeFrame, NativeStack, Stack, Tgid, Tid},
 };
 
