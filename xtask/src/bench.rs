@@ -4,6 +4,7 @@
 mod bpftrace;
 mod burst;
 mod collector;
+mod host;
 mod native;
 mod offline;
 mod soak;
@@ -56,6 +57,8 @@ enum Part {
     Bpftrace,
     /// The collector by itself
     Collector,
+    /// Attaching, detaching, and what an attached tracer costs without hits
+    Host,
     /// The highest event rate
     Burst,
 }
@@ -91,6 +94,9 @@ pub fn bench(args: &Args) -> anyhow::Result<()> {
     }
     if wanted(Part::Collector) {
         collector::bench(&sim)?;
+    }
+    if wanted(Part::Host) {
+        host::bench(args.rounds, &sim)?;
     }
     if wanted(Part::Burst) {
         burst::bench(args.burst_seconds, &sim)?;

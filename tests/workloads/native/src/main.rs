@@ -4,6 +4,7 @@ mod cann;
 mod faults;
 mod scene;
 mod stacks;
+mod switches;
 mod truth;
 
 use std::io::BufRead as _;

@@ -11,7 +11,7 @@ use serde_json::json;
 
 use crate::cann::{self, Address, KernelArgs, PhysicalProp, Text, check};
 use crate::truth::{Block, Tally, Truth, cpu_ns, monotonic_ns};
-use crate::{faults, stacks};
+use crate::{faults, stacks, switches};
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
@@ -72,6 +72,8 @@ pub enum Scene {
     Verify { count: u64 },
     /// STEPS with operators, marks and kernels whose names mean harm
     Hostile { steps: u64 },
+    /// Two threads hand a byte to and fro COUNT times, and the time of a turn is told
+    PingPong { count: u64 },
     /// Does nothing
     Sleep { seconds: f64 },
 }
@@ -96,6 +98,7 @@ impl Scene {
             Self::Kernel { count } => kernels(count),
             Self::Verify { count } => faults::verify(count, truth),
             Self::Hostile { steps } => faults::hostile(device, steps, truth),
+            Self::PingPong { count } => switches::ping_pong(count, truth),
             Self::Sleep { seconds } => {
                 std::thread::sleep(Duration::from_secs_f64(seconds));
                 Ok(Tally::default())
