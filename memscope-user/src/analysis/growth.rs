@@ -82,8 +82,10 @@ struct Of {
     sources: FxHashMap<Source, Series>,
     /// Bytes of blocks from before attach that were freed lately, by step. Whose they were is not known: while they go,
     /// each line climbs to what it had before.
-    old: FxHashMap<(Pool, Option<DeviceId>), VecDeque<(u32, u64)>>,
+    old: FxHashMap<(Pool, Option<DeviceId>), BytesByStep>,
 }
+
+type BytesByStep = VecDeque<(u32, u64)>;
 
 impl Of {
     /// Bytes a step over the last steps.
