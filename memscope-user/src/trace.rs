@@ -975,9 +975,17 @@ impl Session<'_> {
         }
     }
 
-    /// Records lost so far, over all sites.
-    fn lost(&self) -> u64 {
-        self.attacher.tallies().map(|(_, counters)| lost(&counters)).sum()
+    /// What happened at all sites so far. Each counter is a call into the kernel: one pass for all who ask.
+    fn sums(&self) -> Sums {
+        let mut sums = Sums::default();
+        for (site, counters) in self.attacher.tallies() {
+            sums.lost += lost(&counters);
+            match site.probe.shape.has_return() {
+                true => sums.with_return += counters.entries(),
+                false => sums.entry += counters.entries(),
+            }
+        }
+        sums
     }
 
     /// Hits of which there is no record, for no reason that was counted.
@@ -1004,7 +1012,7 @@ impl Session<'_> {
     }
 
     /// What the probes have cost the targets so far.
-    fn share(&mut self) -> Option<Share> {
+    fn share(&mut self, sums: Sums) -> Option<Share> {
         let prices = *self.prices.get()?;
         let mut used = Duration::ZERO;
         for (tgid, target) in &mut self.targets {
@@ -1015,25 +1023,17 @@ impl Session<'_> {
             }
             used += target.cpu.1.saturating_sub(target.cpu.0);
         }
-        let (mut entry, mut with_return) = (0, 0);
-        for (site, counters) in self.attacher.tallies() {
-            let hits = counters.entries();
-            match site.probe.shape.has_return() {
-                true => with_return += hits,
-                false => entry += hits,
-            }
-        }
-        Some(Share::new(prices, entry, with_return, used.as_nanos() as u64))
+        Some(Share::new(prices, sums.entry, sums.with_return, used.as_nanos() as u64))
     }
 
     fn show_status(&mut self) {
-        let lost = self.lost();
-        self.last_share = self.share();
+        let sums = self.sums();
+        self.last_share = self.share(sums);
         let probes = self.last_share.and_then(|share| share.of_target());
         let live = Live {
             online: &self.online,
             received: self.decoder.received,
-            lost,
+            lost: sums.lost,
             probes,
             elapsed: self.started.elapsed(),
         };
@@ -1071,7 +1071,7 @@ impl Session<'_> {
             (path, complete, reason)
         });
         // Hits until the end by CPU time until some time before would be too much.
-        let share = if self.is_end_missed { self.last_share } else { self.share() };
+        let share = if self.is_end_missed { self.last_share } else { self.share(self.sums()) };
         let probe_cost = share.map(ProbeCost::from);
         let mut received = self.decoder.received;
         let mut lost_total = 0;
@@ -1259,6 +1259,14 @@ fn ended_line(process: &Process, ending: &Ending) -> Option<String> {
 
 fn signal_name(signal: i32) -> String {
     Signal::try_from(signal).map_or_else(|_| format!("signal {signal}"), |signal| signal.as_str().to_owned())
+}
+
+/// Over all sites: records lost, and entries of functions without and with a return probe.
+#[derive(Debug, Clone, Copy, Default)]
+struct Sums {
+    lost: u64,
+    entry: u64,
+    with_return: u64,
 }
 
 fn lost(counters: &Counters) -> u64 {

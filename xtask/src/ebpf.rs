@@ -1,6 +1,6 @@
 //! `cargo xtask build-ebpf`: the BPF object for both machines.
 
-use std::{fs, path::PathBuf};
+use std::{fs, panic::resume_unwind, path::PathBuf, thread};
 
 use anyhow::{Context, bail};
 
@@ -17,10 +17,11 @@ pub fn build() -> anyhow::Result<()> {
     let Some(compiler) = setup::ebpf_compiler() else {
         bail!("no compiler for the bpf target; run `cargo xtask setup`");
     };
-    for machine in MACHINES {
-        build_for(machine, compiler)?;
-    }
-    Ok(())
+    // Side by side: most of it is one crate after another.
+    thread::scope(|scope| {
+        let builds = MACHINES.map(|machine| scope.spawn(move || build_for(machine, compiler)));
+        builds.into_iter().try_for_each(|build| build.join().unwrap_or_else(|panic| resume_unwind(panic)))
+    })
 }
 
 /// Where the object of a machine is put.

@@ -1,6 +1,6 @@
 //! `cargo xtask test`: everything that must hold, from a clean checkout on.
 
-use std::process::Command;
+use std::{panic::resume_unwind, process::Command, thread};
 
 use crate::{
     bed,
@@ -28,32 +28,14 @@ pub const BEDS: [&str; 2] = ["2.7.1", "2.14.0"];
 
 pub fn test(args: &Args) -> anyhow::Result<()> {
     setup::ensure()?;
-    ebpf::build()?;
-    if !args.only_tests {
-        run(cargo().args(["fmt", "--all", "--check"]))?;
-        run(cargo().args(["clippy", "--quiet", "--workspace", "--all-targets", "--", "-D", "warnings"]))?;
-    }
-    // The end-to-end tests run the binary: they do not build it themselves.
-    run(cargo().args(["build", "--quiet", "--package", "memscope-user"]))?;
-    let mut grounds = Vec::new();
-    for layout in [sim::Layout::V8, sim::Layout::V9] {
-        sim::ensure(layout, None, None)?;
-        grounds.push(format!("native:{}", layout.name()));
-    }
-    if !args.no_wheels {
-        for version in BEDS {
-            match bed::ensure(version, None) {
-                Ok(_) => grounds.push(format!("torch:{version}")),
-                Err(e @ bed::Error::NoWheels { .. }) => {
-                    eprintln!("tests on torch {version} are left out: {e}")
-                }
-                Err(e) => return Err(e.into()),
-            }
-        }
-    }
-    run(&mut tests(args, &["--workspace", "--exclude", "memscope-e2e"]))?;
-    let mut end_to_end = tests(args, &["--package", "memscope-e2e"]);
-    run(end_to_end.env("MEMSCOPE_REQUIRE", grounds.join(",")))?;
+    // Unpacking the wheels takes as long as compiling, and neither keeps all CPUs busy.
+    let grounds = thread::scope(|scope| {
+        let grounds = scope.spawn(|| grounds(!args.no_wheels));
+        compile(args)?;
+        grounds.join().unwrap_or_else(|panic| resume_unwind(panic))
+    })?;
+    let mut command = tests(args);
+    run(command.env("MEMSCOPE_REQUIRE", grounds.join(",")))?;
     if args.no_kernels || args.filter.is_some() {
         return Ok(());
     }
@@ -64,8 +46,38 @@ pub fn test(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn tests(args: &Args, which: &[&str]) -> Command {
+fn compile(args: &Args) -> anyhow::Result<()> {
+    ebpf::build()?;
+    if !args.only_tests {
+        run(cargo().args(["fmt", "--all", "--check"]))?;
+        run(cargo().args(["clippy", "--quiet", "--workspace", "--all-targets", "--", "-D", "warnings"]))?;
+    }
+    run(tests(args).arg("--no-run"))
+}
+
+/// What the end-to-end tests run on.
+fn grounds(with_wheels: bool) -> anyhow::Result<Vec<String>> {
+    let mut grounds = Vec::new();
+    for layout in [sim::Layout::V8, sim::Layout::V9] {
+        sim::ensure(layout, None, None)?;
+        grounds.push(format!("native:{}", layout.name()));
+    }
+    for version in BEDS.into_iter().filter(|_| with_wheels) {
+        match bed::ensure(version, None) {
+            Ok(_) => grounds.push(format!("torch:{version}")),
+            Err(e @ bed::Error::NoWheels { .. }) => {
+                eprintln!("tests on torch {version} are left out: {e}")
+            }
+            Err(e) => return Err(e.into()),
+        }
+    }
+    Ok(grounds)
+}
+
+/// One command for all of them: packages are compiled side by side. It also builds the tool, which the end-to-end tests
+/// run.
+fn tests(args: &Args) -> Command {
     let mut command = cargo();
-    command.args(["test", "--quiet"]).args(which).args(&args.filter);
+    command.args(["test", "--quiet", "--workspace"]).args(&args.filter);
     command
 }
