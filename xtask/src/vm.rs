@@ -112,7 +112,8 @@ impl Args {
         let kernels = Kernel::all()
             .filter(|kernel| kernel.arch.is_host())
             .filter(|kernel| kernel.version == oldest || kernel.version == newest);
-        let filter = ["leaks_", "losses_", "nothing_is_left", "the_kernel_takes"].map(str::to_owned);
+        let filter = ["leaks_on_the_9x", "leaks_are_named", "losses_", "nothing_is_left", "the_kernel_takes"]
+            .map(str::to_owned);
         Self { kernels: vec![Choice(kernels.collect())], filter: filter.into(), shell: false }
     }
 }
