@@ -14,6 +14,7 @@ use crate::report::units;
 /// Lines of each list; the rest is counted.
 const OOMS_SHOWN: usize = 5;
 const DEVICES_SHOWN: usize = 20;
+const GAPS_SHOWN: usize = 20;
 pub(super) const HOLDERS_SHOWN: usize = 8;
 
 impl Report<'_> {
@@ -87,29 +88,30 @@ impl Report<'_> {
             }
         }
         more(out, devices.len(), DEVICES_SHOWN);
-        for process in self.document.processes.iter().take(DEVICES_SHOWN) {
+        self.gaps(out);
+    }
+
+    /// Frees that no allocation was seen of, and allocations that no free was seen of.
+    fn gaps(&self, out: &mut String) {
+        let lost = self.document.events.lost > 0;
+        let or_lost = if lost { " or whose allocation was lost" } else { "" };
+        let before_attach = format!("freed that came from before attach{or_lost}");
+        let mut lines = Vec::new();
+        for process in &self.document.processes {
             for gaps in &process.pools {
-                if gaps.unknown_frees.blocks > 0 {
-                    let text = format!(
-                        "  {}{}: {} freed that came from before attach{}",
-                        self.process(process.pid, process.program),
-                        gaps.pool,
-                        units::blocks(gaps.unknown_frees.blocks),
-                        if self.document.events.lost > 0 { " or whose allocation was lost" } else { "" },
-                    );
-                    line(out, &text);
-                }
-                if gaps.lost_frees.blocks > 0 {
-                    let text = format!(
-                        "  {}{}: {} whose address was handed out again before a free was seen",
-                        self.process(process.pid, process.program),
-                        gaps.pool,
-                        units::blocks(gaps.lost_frees.blocks),
-                    );
-                    line(out, &text);
+                let whose = format!("{}{}", self.process(process.pid, process.program), gaps.pool);
+                for (count, what) in [
+                    (gaps.unknown_frees, before_attach.as_str()),
+                    (gaps.lost_frees, "whose address was handed out again before a free was seen"),
+                ] {
+                    if count.blocks > 0 {
+                        lines.push(format!("  {whose}: {} {what}", units::blocks(count.blocks)));
+                    }
                 }
             }
         }
+        lines.iter().take(GAPS_SHOWN).for_each(|text| line(out, text));
+        more(out, lines.len(), GAPS_SHOWN);
     }
 
     pub(super) fn out_of_memory(&self, out: &mut String) {

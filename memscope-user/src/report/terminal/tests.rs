@@ -610,14 +610,18 @@ fn of_many_processes_those_that_used_most_are_shown() {
     let events: Vec<Event> = (1..=30)
         .flat_map(|pid| {
             let mut s = Script::new();
-            s.alloc(0x1000, u64::from(pid) * MIB);
+            s.alloc(0x1000, u64::from(pid) * MIB).free(0x9000);
             s.events.into_iter().map(move |event| Event { tgid: Tgid(pid), tid: Tid(pid), ..event })
         })
         .collect();
     let text = render(&document(&events, Trace::default()), false, false);
     let memory = text.split_once("Memory\n").expect("a section").1;
-    let shown = memory.lines().filter(|line| line.starts_with("  process ")).count();
+    let shown =
+        memory.lines().filter(|line| line.starts_with("  process ") && line.contains(" device ")).count();
     assert_eq!(shown, 20, "{memory}");
     assert!(memory.starts_with("  process 30 device 0"), "{memory}");
-    assert!(memory.contains("  and 10 more (--json lists them)"), "{memory}");
+    let freed =
+        memory.lines().filter(|line| line.ends_with("1 block freed that came from before attach")).count();
+    assert_eq!(freed, 20, "{memory}");
+    assert_eq!(memory.matches("  and 10 more (--json lists them)").count(), 2, "{memory}");
 }
