@@ -6,7 +6,7 @@ use std::{
     ffi::OsStr,
     fs,
     os::unix::ffi::OsStrExt,
-    path::Path,
+    path::{Path, PathBuf},
     process::{Command, Stdio},
     thread,
     time::Duration,
@@ -398,6 +398,17 @@ fn target_pid(text: &str) -> Result<u32> {
     Ok(text.parse()?)
 }
 
+/// The workload on a copy of its libraries, held at its beginning; with the directory of the copy and the file of its truth.
+fn held_on_copy(parent: &Path, words: &[&str]) -> Result<(Target, PathBuf, PathBuf)> {
+    let (ground, file) = (parent.join("ground"), parent.join("truth.jsonl"));
+    copy_of(V9, &ground)?;
+    let mut command = Command::new(ground.join("native-workload"));
+    command.args(["--wait-stdin", "--truth"]).arg(&file).args(words);
+    let target = Target::start(command)?;
+    wait_for_truth(&file, "ready")?;
+    Ok((target, ground, file))
+}
+
 /// What counts is the file that is mapped, whatever its name leads to by now.
 #[test]
 fn libraries_that_were_deleted_or_replaced_on_disk_are_traced() -> Result<()> {
@@ -405,13 +416,7 @@ fn libraries_that_were_deleted_or_replaced_on_disk_are_traced() -> Result<()> {
         return Ok(());
     }
     let parent = tempfile::tempdir()?;
-    let ground = parent.path().join("ground");
-    copy_of(V9, &ground)?;
-    let file = parent.path().join("truth.jsonl");
-    let mut command = Command::new(ground.join("native-workload"));
-    command.args(["--wait-stdin", "--truth"]).arg(&file).args(["leak", "--steps", "12", "--marks"]);
-    let mut target = Target::start(command)?;
-    wait_for_truth(&file, "ready")?;
+    let (mut target, ground, file) = held_on_copy(parent.path(), &["leak", "--steps", "12", "--marks"])?;
     for (index, entry) in fs::read_dir(ground.join("lib64"))?.enumerate() {
         let path = entry?.path();
         fs::remove_file(&path)?;
@@ -446,15 +451,10 @@ fn a_library_that_is_cut_short_does_not_end_the_trace() -> Result<()> {
         return Ok(());
     }
     let parent = tempfile::tempdir()?;
-    let ground = parent.path().join("ground");
-    copy_of(V9, &ground)?;
-    let file = parent.path().join("truth.jsonl");
     let over = parent.path().join("over");
-    let mut command = Command::new(ground.join("native-workload"));
-    command.args(["--wait-stdin", "--truth"]).arg(&file).arg("--until-file").arg(&over);
-    command.args(["leak", "--steps", "20", "--marks"]);
-    let mut target = Target::start(command)?;
-    wait_for_truth(&file, "ready")?;
+    let until = over.to_str().context("a path that is no text")?;
+    let words = ["--until-file", until, "leak", "--steps", "20", "--marks"];
+    let (mut target, ground, file) = held_on_copy(parent.path(), &words)?;
     let pid = target.pid();
     let tracer =
         Tracer::start(&["-p", &pid.to_string(), "--call-stack", "c", "--native-min", "0"])?.attached()?;
