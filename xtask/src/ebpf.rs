@@ -1,6 +1,6 @@
 //! `cargo xtask build-ebpf`: the BPF object for both machines.
 
-use std::{fs, panic::resume_unwind, path::PathBuf, thread};
+use std::{fs, path::PathBuf};
 
 use anyhow::{Context, bail};
 
@@ -17,11 +17,7 @@ pub fn build() -> anyhow::Result<()> {
     let Some(compiler) = setup::ebpf_compiler() else {
         bail!("no compiler for the bpf target; run `cargo xtask setup`");
     };
-    // Side by side: most of it is one crate after another.
-    thread::scope(|scope| {
-        let builds = MACHINES.map(|machine| scope.spawn(move || build_for(machine, compiler)));
-        builds.into_iter().try_for_each(|build| build.join().unwrap_or_else(|panic| resume_unwind(panic)))
-    })
+    MACHINES.into_iter().try_for_each(|machine| build_for(machine, compiler))
 }
 
 /// Where the object of a machine is put.
@@ -30,8 +26,8 @@ pub fn object(machine: &str) -> PathBuf {
 }
 
 fn build_for(machine: &str, compiler: EbpfCompiler) -> anyhow::Result<()> {
-    // A folder each: the flags differ, and would throw out each other's results.
-    let target_dir = root().join(format!("target/ebpf/build-{machine}"));
+    // The macros, which take longest, serve both machines.
+    let target_dir = root().join("target/ebpf/build");
     let flags = [
         "-Cdebuginfo=2",
         "-Clink-arg=--btf",

@@ -3,12 +3,16 @@
 mod btf;
 mod container;
 pub mod cost;
+mod endings;
 pub mod kernel;
+mod links;
 mod loader;
 pub mod privilege;
 pub mod proc;
 pub mod process;
+mod site;
 pub mod spawn;
+mod stacks;
 mod sys;
 
 use std::{
@@ -16,34 +20,36 @@ use std::{
     ffi::CString,
     fs::File,
     io,
-    os::{
-        fd::{AsRawFd, OwnedFd},
-        unix::process::ExitStatusExt,
-    },
+    os::fd::AsRawFd,
     path::Path,
-    process::ExitStatus,
     sync::Arc,
 };
 
 use aya::maps::{MapData, RingBuf};
 use memscope_ebpf::{
-    ApiCall, Counters, InFlight, InFlightKey, Interpreter, NO_ARG, NativeConfig, ProcessConfig, SITE_ANY,
-    Site, Thread, verdict,
+    ApiCall, Counters, InFlight, InFlightKey, Interpreter, NativeConfig, ProcessConfig, Site, Thread, verdict,
 };
 
-pub use loader::LoadError;
-use loader::{Flavour, Loader, Maps, Program};
-use process::{FileId, MappedFile, Process, ProcessError, Stamp, is_layered};
-use sys::{PerfUprobe, UprobePmu};
-
+pub use self::{
+    endings::Ending,
+    links::Mechanism,
+    loader::LoadError,
+    site::{Scope, SiteState, Status},
+    stacks::{NativeStackConfig, StackConfig},
+};
+use self::{
+    links::Link,
+    loader::{Flavour, Loader, Maps, Program},
+    process::{FileId, MappedFile, Process, ProcessError, Stamp, is_layered},
+    site::{add, programs_of, python_minor, site_of},
+    sys::UprobePmu,
+};
 use crate::{
-    model::{Tgid, Tid},
+    model::Tgid,
     probes::{
-        catalogue::{At, Class, Probe, Shape},
-        resolve::{Found, ResolvedFile, Resolver},
-        torch_npu::ReportLayout,
+        catalogue::{Class, Shape},
+        resolve::{ResolvedFile, Resolver},
     },
-    stacks,
     text::sanitize,
 };
 
@@ -67,94 +73,6 @@ pub enum AttachError {
     ProcessConfig(aya::maps::MapError),
     #[error("the map that says how native stacks are taken refuses it: {0}; leave out --call-stack c")]
     NativeConfig(aya::maps::MapError),
-}
-
-/// Which processes a site is hit by.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Scope {
-    /// One process and all its threads.
-    Process(Tgid),
-    /// Every process that maps the file; the map of targets rules out those that are of no interest.
-    Host,
-}
-
-/// How sites are attached on this kernel.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Mechanism {
-    /// One link for all sites of a file (kernel 6.6).
-    UprobeMulti,
-    /// A perf event a site, with cookies (5.15).
-    PerfCookie,
-    /// A perf event and a copy of the program a site.
-    PerfSite,
-}
-
-impl Mechanism {
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::UprobeMulti => "uprobe_multi",
-            Self::PerfCookie => "perf events with cookies",
-            Self::PerfSite => "perf events, one program a site",
-        }
-    }
-}
-
-/// A site as planned or attached. Its index in [`Attacher::sites`] is the number in records, until its process ends: then
-/// the number is another's.
-#[derive(Debug, Clone)]
-pub struct SiteState {
-    pub probe: &'static Probe,
-    pub scope: Scope,
-    file_id: Option<FileId>,
-    /// The library as the target names it; empty when it was not found in any.
-    pub file: Arc<str>,
-    pub build_id: Option<Arc<str>>,
-    /// File offset in bytes.
-    pub offset: u64,
-    pub found: Option<Found>,
-    pub status: Status,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Status {
-    Attached,
-    /// The library should have it and has not: why.
-    NotFound(String),
-    /// It is there and could not be attached, or its records could not be believed: why.
-    Failed(String),
-    /// Another site says the same.
-    Superseded(String),
-    /// It was attached until its process ended.
-    Ended,
-}
-
-fn add(sum: &mut Counters, counters: &Counters) {
-    sum.hits += counters.hits;
-    sum.unsent += counters.unsent;
-    sum.ring_full += counters.ring_full;
-    sum.map_full += counters.map_full;
-    sum.unmatched += counters.unmatched;
-    sum.unreadable += counters.unreadable;
-}
-
-impl SiteState {
-    /// Whether both are the same place of the same file, of whatever process.
-    fn is_at(&self, other: &Self) -> bool {
-        let place = |site: &Self| (site.probe.site, site.offset);
-        place(self) == place(other) && self.file == other.file && self.build_id == other.build_id
-    }
-
-    pub fn is_attached(&self) -> bool {
-        self.status == Status::Attached
-    }
-
-    /// What is to be reported of it as missing.
-    pub fn failure(&self) -> Option<&str> {
-        match &self.status {
-            Status::NotFound(why) | Status::Failed(why) => Some(why),
-            _ => None,
-        }
-    }
 }
 
 /// What one look at a process's libraries brought.
@@ -191,56 +109,6 @@ pub struct Config {
     pub in_flight: Option<u32>,
     /// Processes have the numbers that system calls of ours take (see [`proc::Proc::has_own_numbers`]).
     pub own_numbers: bool,
-}
-
-/// How much of Python stacks is taken.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct StackConfig {
-    /// Frames at most, from 1 to [`memscope_ebpf::MAX_DEPTH`].
-    pub depth: u32,
-    /// Stacks of a thread a second, Python's and native ones, at most.
-    pub rate: u32,
-    /// Does without the kernel's own description of its structures, as on kernels that have none.
-    pub without_btf: bool,
-}
-
-impl Default for StackConfig {
-    fn default() -> Self {
-        Self { depth: 64, rate: 10_000, without_btf: false }
-    }
-}
-
-/// How much of native stacks is taken.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct NativeStackConfig {
-    /// Frames at most, from 1 to [`memscope_ebpf::MAX_DEPTH`].
-    pub depth: u32,
-    /// As in [`StackConfig`].
-    pub rate: u32,
-    /// Bytes of a pool's block from which on its stack is taken. Of what comes from the driver it always is.
-    pub pool_bytes: u64,
-}
-
-impl Default for NativeStackConfig {
-    fn default() -> Self {
-        // From 1 MiB on torch's allocators count a block as large.
-        Self { depth: 64, rate: StackConfig::default().rate, pool_bytes: 1 << 20 }
-    }
-}
-
-/// Stacks that have not been taken are saved up for a second.
-const AHEAD_NS: u32 = 1_000_000_000;
-
-fn interval_ns(rate: u32) -> u32 {
-    1_000_000_000 / rate.max(1)
-}
-
-/// A link to the kernel; dropping it detaches.
-#[allow(dead_code, reason = "held for their drop")]
-enum Link {
-    Multi(OwnedFd),
-    Perf(PerfUprobe),
-    RawTracepoint(OwnedFd),
 }
 
 pub struct Attacher {
@@ -289,27 +157,6 @@ struct Named {
     layered: bool,
 }
 
-/// Detaches. Closing a link waits for the kernel's grace periods, 0.05 s each and more on a busy machine: they pass
-/// side by side.
-impl Drop for Attacher {
-    fn drop(&mut self) {
-        const AT_ONCE: usize = 16;
-        let mut links: Vec<Link> = std::mem::take(&mut self.links)
-            .into_values()
-            .flatten()
-            .chain(self.host_links.drain(..))
-            .collect();
-        let share = links.len().div_ceil(AT_ONCE).max(1);
-        std::thread::scope(|scope| {
-            while !links.is_empty() {
-                let few = links.split_off(links.len().saturating_sub(share));
-                // Where no thread can be had, this one waits for them all.
-                let _ = std::thread::Builder::new().spawn_scoped(scope, move || drop(few));
-            }
-        });
-    }
-}
-
 struct AttacherMaps {
     sites: aya::maps::Array<MapData, Site>,
     counters: aya::maps::PerCpuArray<MapData, Counters>,
@@ -322,15 +169,6 @@ struct AttacherMaps {
     native: aya::maps::Array<MapData, NativeConfig>,
     processes: aya::maps::Array<MapData, ProcessConfig>,
     endings: aya::maps::HashMap<MapData, u32, u32>,
-}
-
-/// How a process ended.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Ending {
-    /// As its parent is told; `None`: this kernel does not tell us.
-    pub status: Option<ExitStatus>,
-    /// Probed functions that some thread was in, where the process was killed.
-    pub within: Vec<&'static str>,
 }
 
 /// What is known of a process's libraries.
@@ -446,14 +284,6 @@ impl Attacher {
         Ok((attacher, records))
     }
 
-    fn learn_endings(&mut self, exit_code: u32) -> Result<(), Box<dyn std::error::Error>> {
-        self.set_processes(ProcessConfig { exit_code, ..ProcessConfig::default() })?;
-        let exit = self.loader.program(Program::Exit, Flavour::RawTracepoint)?;
-        let link = sys::raw_tracepoint(exit, c"sched_process_exit")?;
-        self.host_links.push(Link::RawTracepoint(link));
-        Ok(())
-    }
-
     fn set_processes(&mut self, config: ProcessConfig) -> Result<(), aya::maps::MapError> {
         self.maps.processes.set(0, config, 0)
     }
@@ -498,82 +328,6 @@ impl Attacher {
         };
         let id = self.canonical(id, file, &resolved);
         Some((id, resolved, display.into()))
-    }
-
-    /// Allocations without stacks are better than none: the programs that walk stacks ask most of a kernel.
-    fn try_stacks(&mut self) {
-        if self.stacks.is_none() {
-            return;
-        }
-        if let Err(e) = self.try_programs(&[Program::ReportStack, Program::LeaveStack]) {
-            self.stacks_refused = Some(e.to_string());
-            self.stacks = None;
-        }
-    }
-
-    /// Whether Python stacks of a thread are taken only when the collector has looked at it, up to a second after its
-    /// beginning: the kernel does not say where a thread has its robust list.
-    pub fn has_late_stacks(&self) -> bool {
-        self.stacks.is_some() && self.robust_list == 0
-    }
-
-    fn try_native_stacks(&mut self) -> Result<(), AttachError> {
-        let Some(config) = self.native_stacks else { return Ok(()) };
-        let programs =
-            [Program::ReportNative, Program::LeaveNative, Program::KeepCaller, Program::KeepStructCaller];
-        if let Err(e) = self.try_programs(&programs) {
-            self.native_stacks_refused = Some(e.to_string());
-            self.native_stacks = None;
-            return Ok(());
-        }
-        let config = NativeConfig {
-            pool_bytes: config.pool_bytes,
-            interval_ns: interval_ns(config.rate),
-            ahead_ns: AHEAD_NS,
-            depth: config.depth,
-            python: self.stacks.is_some().into(),
-        };
-        self.maps.native.set(0, config, 0).map_err(AttachError::NativeConfig)
-    }
-
-    fn try_programs(&mut self, programs: &[Program]) -> Result<(), LoadError> {
-        let flavour = match self.mechanism {
-            Mechanism::UprobeMulti => Flavour::UprobeMulti,
-            Mechanism::PerfCookie => Flavour::PerfCookie,
-            Mechanism::PerfSite => Flavour::PerfSite(0),
-        };
-        let attempt = |loader: &mut Loader| {
-            programs.iter().try_for_each(|program| loader.program(*program, flavour).map(|_| ()))
-        };
-        let Err(refusal) = attempt(&mut self.loader) else { return Ok(()) };
-        // Lockdown of confidentiality lets no program read the kernel's memory: all but one thing is found without.
-        self.loader.spare_kernel_memory(true);
-        if attempt(&mut self.loader).is_err() {
-            self.loader.spare_kernel_memory(false);
-            return Err(refusal);
-        }
-        self.robust_list = 0;
-        Ok(())
-    }
-
-    /// Why this kernel takes no stacks.
-    pub fn stacks_refused(&self) -> Option<&str> {
-        self.stacks_refused.as_deref()
-    }
-
-    /// Why it takes no native ones.
-    pub fn native_stacks_refused(&self) -> Option<&str> {
-        self.native_stacks_refused.as_deref()
-    }
-
-    /// Whether Python stacks are taken.
-    pub fn takes_stacks(&self) -> bool {
-        self.stacks.is_some()
-    }
-
-    /// How much of native stacks is taken; `None`: none are.
-    pub fn native_stacks(&self) -> Option<NativeStackConfig> {
-        self.native_stacks
     }
 
     pub fn mechanism(&self) -> Mechanism {
@@ -624,38 +378,6 @@ impl Attacher {
         index
     }
 
-    /// Of sites whose process has ended remains what was counted.
-    fn retire_sites(&mut self, scope: Scope) {
-        let of_process: Vec<usize> = (0..self.sites.len())
-            .filter(|index| self.sites[*index].scope == scope && !self.free.contains(index))
-            .collect();
-        for index in of_process {
-            let counters = self.counters(index);
-            let _ = self.maps.sites.set(index as u32, Site::default(), 0);
-            if let Ok(cpus) = aya::util::nr_cpus()
-                && let Ok(zeros) = aya::maps::PerCpuValues::try_from(vec![Counters::default(); cpus])
-            {
-                let _ = self.maps.counters.set(index as u32, zeros, 0);
-            }
-            let mut site = self.sites[index].clone();
-            if site.is_attached() {
-                site.status = Status::Ended;
-            }
-            self.sites[index].status = Status::Ended;
-            self.free.insert(index);
-            match self.ended.iter_mut().find(|(other, _)| other.is_at(&site) && other.status == site.status) {
-                Some((_, sum)) => add(sum, &counters),
-                None => self.ended.push((site, counters)),
-            }
-        }
-    }
-
-    /// Calls of all processes that have been entered and have not returned.
-    pub fn open_calls(&self) -> u64 {
-        let calls = self.maps.in_flight.iter().flatten();
-        self.abandoned_calls + calls.filter(|(_, call)| call.active == 1).count() as u64
-    }
-
     /// Counters of a site, over all CPUs.
     fn counters(&self, site: usize) -> Counters {
         let mut sum = Counters::default();
@@ -670,109 +392,6 @@ impl Attacher {
         self.gone.remove(&tgid);
         let value = if observe { verdict::OBSERVE } else { verdict::IGNORE };
         self.maps.targets.insert(tgid.0, value, 0).map_err(|source| AttachError::Target { tgid, source })
-    }
-
-    /// How a process ended that has; to be asked before it is forgotten.
-    pub fn ending(&self, tgid: Tgid) -> Ending {
-        let code = self.maps.endings.get(&tgid.0, 0).ok();
-        let status = code.map(|code| ExitStatus::from_raw(code as i32));
-        // The map is large, and who exits by itself is in no call as a rule.
-        let mut within = Vec::new();
-        if status.is_none_or(|status| status.code().is_none()) {
-            let calls = self.maps.in_flight.iter().flatten();
-            let open = calls.filter(|(key, call)| (key.pid_tgid >> 32) as u32 == tgid.0 && call.active == 1);
-            within.extend(open.filter_map(|(key, _)| Some(self.sites.get(key.site as usize)?.probe.site)));
-            within.sort_unstable();
-            within.dedup();
-        }
-        Ending { status, within }
-    }
-
-    /// Makes room in the maps that are kept by thread: once for all processes that have ended since the last time, since
-    /// all of a map must be gone through.
-    pub fn sweep(&mut self) {
-        let gone = std::mem::take(&mut self.gone);
-        if gone.is_empty() {
-            return;
-        }
-        let is_gone = |pid_tgid: u64| gone.contains(&Tgid((pid_tgid >> 32) as u32));
-        let calls = self.maps.in_flight.iter().flatten();
-        let calls: Vec<_> = calls.filter(|(key, _)| is_gone(key.pid_tgid)).collect();
-        for (key, call) in calls {
-            self.abandoned_calls += u64::from(call.active == 1);
-            let _ = self.maps.in_flight.remove(&key);
-        }
-        let stale: Vec<u64> = self.maps.api_calls.keys().flatten().filter(|key| is_gone(*key)).collect();
-        for key in stale {
-            let _ = self.maps.api_calls.remove(&key);
-        }
-        self.forget_threads(is_gone);
-    }
-
-    /// Forgets a process that ended: its id may come again, its calls in flight never return.
-    pub fn forget(&mut self, tgid: Tgid) {
-        let _ = self.maps.targets.remove(&tgid.0);
-        let _ = self.maps.endings.remove(&tgid.0);
-        self.gone.insert(tgid);
-        let _ = self.maps.interpreters.remove(&tgid.0);
-        self.processes.remove(&tgid);
-        if let Some(links) = self.links.remove(&Scope::Process(tgid)) {
-            // Closing them waits for the kernel's grace periods, and events come meanwhile. (Where no thread can be had,
-            // they are closed here.)
-            let _ = std::thread::Builder::new().name("detach".into()).spawn(move || drop(links));
-        }
-        self.attached.retain(|(scope, ..)| *scope != Scope::Process(tgid));
-        self.retire_sites(Scope::Process(tgid));
-    }
-
-    /// A process that was ruled out is no more: whoever gets its id is to be looked at.
-    pub fn forget_verdict(&mut self, tgid: Tgid) {
-        let _ = self.maps.targets.remove(&tgid.0);
-    }
-
-    /// From now on the programs take stacks of the process. `salt` is to be another one for each program that a
-    /// process runs: stacks are told apart by it.
-    pub fn take_stacks(
-        &mut self,
-        process: &Process,
-        interpreter: &stacks::Interpreter,
-        salt: u64,
-    ) -> Result<(), AttachError> {
-        let Some(config) = self.stacks else { return Ok(()) };
-        let interpreter = Interpreter {
-            robust_list: self.robust_list,
-            depth: config.depth,
-            interval_ns: interval_ns(config.rate),
-            ahead_ns: AHEAD_NS,
-            ..interpreter.for_programs(salt)
-        };
-        let tgid = process.tgid;
-        self.note_robust_lists(process);
-        let inserted = self.maps.interpreters.insert(tgid.0, interpreter, 0);
-        inserted.map_err(|source| AttachError::Interpreter { tgid, source })
-    }
-
-    /// Tells the programs where threads have their robust lists, where the kernel does not.
-    pub fn note_robust_lists(&mut self, process: &Process) {
-        if self.stacks.is_none() || self.robust_list != 0 {
-            return;
-        }
-        for (tid, list) in stacks::robust_lists(process) {
-            let _ = self.maps.robust_lists.insert(tid.0, list, 0);
-        }
-    }
-
-    /// Makes room for the stacks of other threads than those that have ended.
-    pub fn forget_ended_threads(&mut self, has_ended: impl Fn(Tid) -> bool) {
-        self.forget_threads(|pid_tgid| has_ended(Tid(pid_tgid as u32)));
-    }
-
-    fn forget_threads(&mut self, which: impl Fn(u64) -> bool) {
-        let ended: Vec<u64> = self.maps.threads.keys().flatten().filter(|key| which(*key)).collect();
-        for key in ended {
-            let _ = self.maps.threads.remove(&key);
-            let _ = self.maps.robust_lists.remove(&(key as u32));
-        }
     }
 
     /// Forgets what libraries a process had, because it has others now (`exec`).
@@ -913,86 +532,6 @@ impl Attacher {
         outcome.sites.retain(|site| self.sites[*site].is_attached());
     }
 
-    /// Attaches one program to points of one file; with the result for each site.
-    fn attach_points(
-        &mut self,
-        program: Program,
-        scope: Scope,
-        path: &CString,
-        points: &[(u64, usize)],
-    ) -> Vec<(usize, Result<(), String>)> {
-        if self.mechanism == Mechanism::UprobeMulti {
-            return match self.attach_multi(program, scope, path, points) {
-                Ok(()) => points.iter().map(|(_, site)| (*site, Ok(()))).collect(),
-                // One instruction that can not be probed refuses them all: find out which.
-                Err(_) if points.len() > 1 => points
-                    .iter()
-                    .map(|point| (point.1, self.attach_multi(program, scope, path, &[*point])))
-                    .collect(),
-                Err(why) => points.iter().map(|(_, site)| (*site, Err(why.clone()))).collect(),
-            };
-        }
-        points
-            .iter()
-            .map(|(offset, site)| (*site, self.attach_perf(program, scope, path, *offset, *site)))
-            .collect()
-    }
-
-    fn attach_multi(
-        &mut self,
-        program: Program,
-        scope: Scope,
-        path: &CString,
-        points: &[(u64, usize)],
-    ) -> Result<(), String> {
-        let (offsets, cookies): (Vec<u64>, Vec<u64>) = points.iter().map(|(o, s)| (*o, *s as u64)).unzip();
-        let pid = match scope {
-            // Where the kernel's filter takes one thread only, the programs' own filter does the work.
-            Scope::Process(tgid) if self.features.uprobe_multi_pid => self.kernels_number(tgid),
-            _ => None,
-        };
-        let fd = self.loader.program(program, Flavour::UprobeMulti).map_err(|e| e.to_string())?;
-        let link = sys::uprobe_multi(fd, path, &offsets, &cookies, pid, program.on_return())
-            .map_err(|e| format!("uprobe_multi: {e}{}", advice(&e, self.mechanism)))?;
-        self.links.entry(scope).or_default().push(Link::Multi(link));
-        Ok(())
-    }
-
-    /// What the kernel, asked by us, calls a process. Without one its filter can not be used, and the programs' own does
-    /// the work.
-    fn kernels_number(&self, tgid: Tgid) -> Option<u32> {
-        self.own_numbers.then_some(tgid.0)
-    }
-
-    fn attach_perf(
-        &mut self,
-        program: Program,
-        scope: Scope,
-        path: &CString,
-        offset: u64,
-        site: usize,
-    ) -> Result<(), String> {
-        let pmu = self.pmu.ok_or("this kernel has no perf uprobes")?;
-        let pid = match scope {
-            Scope::Process(tgid) => self.kernels_number(tgid),
-            Scope::Host => None,
-        };
-        let flavour = match self.mechanism {
-            Mechanism::PerfSite => Flavour::PerfSite(site as u32),
-            _ => Flavour::PerfCookie,
-        };
-        let fd = self.loader.program(program, flavour).map_err(|e| e.to_string())?;
-        let mut event = PerfUprobe::open(&pmu, path, offset, pid, program.on_return())
-            .map_err(|e| format!("perf_event_open: {e}{}", advice(&e, self.mechanism)))?;
-        match flavour {
-            Flavour::PerfSite(_) => event.set_bpf(fd),
-            _ => event.link(fd, site as u64),
-        }
-        .map_err(|e| format!("attaching to the perf event: {e}{}", advice(&e, self.mechanism)))?;
-        self.links.entry(scope).or_default().push(Link::Perf(event));
-        Ok(())
-    }
-
     /// Sites that stood in for a library which has come now are switched off.
     fn retire_superseded(&mut self, scope: Scope, found: &HashSet<&'static str>) {
         for (index, site) in self.sites.iter_mut().enumerate() {
@@ -1083,108 +622,6 @@ impl Attacher {
             state.status = Status::Failed(why);
         }
     }
-}
-
-/// What to say of an error in attaching. Here the kernel has taken the programs already.
-fn advice(error: &io::Error, mechanism: Mechanism) -> String {
-    match error.raw_os_error() {
-        Some(libc::EPERM | libc::EACCES) if mechanism == Mechanism::UprobeMulti => {
-            format!(" ({})", privilege::why_refused())
-        }
-        Some(libc::EPERM | libc::EACCES) => format!(" ({})", privilege::why_perf_refused()),
-        Some(ENOTSUPP | libc::EOPNOTSUPP) => {
-            " (the first instruction of this function can not be probed)".to_owned()
-        }
-        _ => String::new(),
-    }
-}
-
-/// The kernel's own "not supported", which no libc names.
-const ENOTSUPP: i32 = 524;
-
-fn programs_of(probe: &Probe, with_stacks: bool, with_native: bool) -> Vec<Program> {
-    let is_allocation = probe.observes.is_allocation();
-    let (with_stacks, takes_native) = (with_stacks && is_allocation, with_native && is_allocation);
-    let leave = match (takes_native, with_stacks) {
-        (true, _) => Program::LeaveNative,
-        (false, true) => Program::LeaveStack,
-        (false, false) => Program::Leave,
-    };
-    // Any return probe may be on a stack that is taken within the call.
-    let (keep, keep_struct) = match with_native {
-        true => (Program::KeepCaller, Program::KeepStructCaller),
-        false => (Program::Keep, Program::KeepStruct),
-    };
-    match probe.shape {
-        Shape::Enter => vec![Program::Enter],
-        Shape::Annotate => vec![Program::Annotate],
-        Shape::EnterReturn { structure: NO_ARG, .. } => vec![keep, leave],
-        Shape::EnterReturn { .. } => vec![keep_struct, leave],
-        Shape::Report { .. } if takes_native => vec![Program::ReportNative],
-        Shape::Report { .. } if with_stacks => vec![Program::ReportStack],
-        Shape::Report { .. } => vec![Program::Report],
-        Shape::Name { .. } => vec![Program::Name],
-        Shape::Mark { id: false, .. } => vec![Program::Mark],
-        Shape::Mark { id: true, .. } => vec![Program::Mark, Program::Value],
-        Shape::Tensor => vec![Program::Tensor],
-        Shape::Arguments { .. } => vec![Program::Arguments],
-        Shape::Notify => vec![Program::Mapped],
-    }
-}
-
-fn site_of(hit: &Found, scope: Scope, wake_shift: u8, python: Option<u8>) -> Site {
-    let tgid = match scope {
-        Scope::Process(tgid) => tgid.0,
-        Scope::Host => SITE_ANY,
-    };
-    let mut site = Site { tgid, out: NO_ARG, domain: NO_ARG, skip_at: NO_ARG, wake_shift, ..Site::default() };
-    match hit.shape {
-        Shape::Enter | Shape::Annotate | Shape::Tensor | Shape::Notify => {}
-        Shape::EnterReturn { out, ret, structure } => {
-            site.out = out;
-            site.ret = ret;
-            site.arg = if structure == NO_ARG { 0 } else { structure };
-        }
-        Shape::Report { arg } => {
-            site.arg = arg;
-            if let Some(layout) = hit.report_layout {
-                (site.skip_at, site.skip) = (layout.data_type_at(), ReportLayout::BLOCK_FREE);
-            }
-        }
-        Shape::Arguments { arg, derefs } => {
-            site.arg = arg;
-            site.derefs = derefs;
-        }
-        Shape::Name { arg, offset, derefs } => {
-            site.arg = arg;
-            site.offset = offset;
-            site.derefs = derefs;
-        }
-        Shape::Mark { arg, domain, .. } => {
-            site.arg = arg;
-            site.domain = domain;
-        }
-    }
-    if let At::MstxPython(_) = hit.probe.at
-        && site.arg != NO_ARG
-    {
-        // (self, args): the first item of a tuple lies 24 bytes into it; the bytes of an ASCII str 40 bytes
-        // into that since CPython 3.12, 48 before.
-        site.arg = 1;
-        site.offset = 24;
-        site.derefs = 1;
-        site.after = if python.is_some_and(|minor| minor >= 12) { 40 } else { 48 };
-    }
-    site
-}
-
-/// The 3.x of the process's Python, by the name of its library or program.
-fn python_minor(files: &[MappedFile]) -> Option<u8> {
-    files.iter().find_map(|file| {
-        let name = file.path.file_name()?.to_str()?;
-        let version = name.strip_prefix("libpython3.").or_else(|| name.strip_prefix("python3."))?;
-        version.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
-    })
 }
 
 /// Kernels before 5.11 charge maps and programs to RLIMIT_MEMLOCK. Sites attached by perf events, and the files of
