@@ -1,6 +1,7 @@
 //! What a guest boots: an initramfs with the tracer, the tests and what they need, all of it in memory.
 
 use std::{
+    collections::HashMap,
     env, fs,
     os::unix::fs::{PermissionsExt, symlink},
     path::{Path, PathBuf},
@@ -29,17 +30,14 @@ pub enum Tests {
 
 /// The test programs that a guest runs, in this order: the last one restricts the kernel for good.
 const TESTS: [&str; 3] = ["native", "native_stacks", "restricted"];
+const TRACER: &str = "memscope-trace";
 
 const INIT: &str = include_str!("init.sh");
 
 /// Builds everything for a machine and packs it; the file that the kernel unpacks.
 pub fn build(arch: Arch, packages: &mut Packages) -> anyhow::Result<PathBuf> {
     let compiler = Compiler::find(arch, packages)?;
-    let tracer = compiler.build(&["build", "--package", "memscope-user", "--bin", "memscope-trace"])?;
-    let tests = TESTS.map(|name| {
-        let tests = compiler.build(&["test", "--no-run", "--package", "memscope-e2e", "--test", name])?;
-        Ok::<_, anyhow::Error>((name, tests))
-    });
+    let programs = compiler.programs()?;
 
     fs::create_dir_all(dir())?;
     let tree = Tree { arch, dir: tempfile::tempdir_in(dir())? };
@@ -57,10 +55,10 @@ pub fn build(arch: Arch, packages: &mut Packages) -> anyhow::Result<PathBuf> {
     for library in [loader, "libc.so.6", "libm.so.6", "libgcc_s.so.1"] {
         fs::copy(c_library(arch, library)?, tree.path("lib").join(library))?;
     }
-    tree.strip(&tracer, Path::new("memscope/memscope-trace"))?;
-    for tests in tests {
-        let (name, tests) = tests?;
-        tree.strip(&tests, &Path::new("memscope/deps").join(name))?;
+    for name in TESTS.into_iter().chain([TRACER]) {
+        let program = programs.get(name).with_context(|| format!("cargo built no {name}"))?;
+        let folder = if name == TRACER { "memscope" } else { "memscope/deps" };
+        tree.strip(program, &Path::new(folder).join(name))?;
     }
     for layout in LAYOUTS {
         let built = compiler.sim(layout)?;
@@ -154,11 +152,36 @@ impl Compiler {
         if self.arch.is_host() { Vec::new() } else { vec!["--target", self.arch.triple()] }
     }
 
-    /// Runs cargo; the program that it built.
-    fn build(&self, arguments: &[&str]) -> anyhow::Result<PathBuf> {
+    /// Builds the tracer and the tests; what was built, by name.
+    fn programs(&self) -> anyhow::Result<HashMap<String, PathBuf>> {
+        if self.arch.is_host() {
+            // As `cargo xtask test` has built them: of fewer packages, cargo would build with fewer features.
+            return self.build(&["test", "--no-run", "--workspace"]);
+        }
+        let mut programs = self.build(&["build", "--package", "memscope-user", "--bin", TRACER])?;
+        let tests = TESTS.iter().flat_map(|name| ["--test", name]);
+        let arguments: Vec<_> =
+            ["test", "--no-run", "--package", "memscope-e2e"].into_iter().chain(tests).collect();
+        programs.extend(self.build(&arguments)?);
+        Ok(programs)
+    }
+
+    /// Runs cargo; the programs and integration tests that it built.
+    fn build(&self, arguments: &[&str]) -> anyhow::Result<HashMap<String, PathBuf>> {
         #[derive(Deserialize)]
         struct Message {
-            executable: Option<PathBuf>,
+            executable: PathBuf,
+            target: Target,
+            profile: Profile,
+        }
+        #[derive(Deserialize)]
+        struct Target {
+            name: String,
+            kind: Vec<String>,
+        }
+        #[derive(Deserialize)]
+        struct Profile {
+            test: bool,
         }
         let mut command = cargo();
         command.args(arguments).args(self.target()).envs(self.environment.iter().cloned());
@@ -169,11 +192,15 @@ impl Compiler {
         if !output.status.success() {
             bail!("cargo {} for {} failed", arguments.join(" "), self.arch.name());
         }
-        String::from_utf8_lossy(&output.stdout)
+        // A program's own unit tests have its name, too.
+        let is_wanted =
+            |message: &Message| message.profile.test == message.target.kind.iter().any(|k| k == "test");
+        Ok(String::from_utf8_lossy(&output.stdout)
             .lines()
-            .filter_map(|line| serde_json::from_str::<Message>(line).ok()?.executable)
-            .next_back()
-            .context("cargo named no program that it built")
+            .filter_map(|line| serde_json::from_str::<Message>(line).ok())
+            .filter(is_wanted)
+            .map(|message| (message.target.name, message.executable))
+            .collect())
     }
 
     /// The simulated CANN and the workload.
