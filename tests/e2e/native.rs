@@ -597,6 +597,49 @@ fn a_command_is_traced_from_its_first_instruction_and_its_exit_code_passed_on() 
     Ok(())
 }
 
+/// Chosen steps are judged by all, and keep their numbers in the dump.
+#[test]
+fn chosen_steps_are_those_of_the_whole_trace() -> Result<()> {
+    if !V8.is_ready() {
+        return Ok(());
+    }
+    let workload = V8.command(&[]).get_program().to_string_lossy().into_owned();
+    let program = [&workload, "leak", "--steps", "16", "--marks"];
+    let traced = Tracer::start(&[&["--steps", "4,6-7,12", "--"], &program[..]].concat())?.finish()?;
+    let live = traced.report()?;
+    let pid = live.0["targets"][0]["pid"].as_u64().context("no target")? as u32;
+    let of = live.device(pid, 0)?;
+    let sizes = |block: &Value| (block["step"].as_u64(), block["size"].as_u64());
+    let leaks: Vec<_> = of["leaks"].as_array().into_iter().flatten().map(sizes).collect();
+    let leaked = |step, kib: u64| (Some(step), Some(padded(kib << 10)));
+    let (small, large, rest) = (1024, 3 * 1024, 96);
+    assert_eq!(
+        leaks,
+        [
+            leaked(4, small),
+            leaked(7, small),
+            leaked(7, large),
+            leaked(7, rest),
+            leaked(12, large),
+            leaked(12, rest)
+        ]
+    );
+    assert_eq!(of["late_total"]["blocks"], 4, "one of each step: {:#}", of["late_groups"]);
+    assert_eq!(of["not_judged_total"]["blocks"], 0);
+    assert_eq!(live.0["selection"]["steps"], serde_json::json!([[4, 4], [6, 7], [12, 12]]));
+
+    let dump = traced.dir.path().to_string_lossy().into_owned();
+    let offline = memscope_e2e::Report(Tracer::verb(&["leaks", &dump])?);
+    let same = offline.device(pid, 0)?;
+    for list in ["leaks", "late"] {
+        assert_eq!(offline.blocks(same, list), live.blocks(of, list), "{list}");
+    }
+    assert_eq!(offline.0["steps"].as_array().map(Vec::len), Some(16));
+    let one = memscope_e2e::Report(Tracer::verb(&["leaks", "--steps", "7", &dump])?);
+    assert_eq!(one.blocks(one.device(pid, 0)?, "leaks").len(), 3);
+    Ok(())
+}
+
 /// A breakpoint in the code of a process is what a probe is; when the tracer is gone, so are they.
 #[test]
 fn nothing_is_left_in_the_target_by_a_tracer_that_ended_or_was_killed() -> Result<()> {
@@ -714,6 +757,7 @@ fn errors_help() -> Result<()> {
     says(&["-a", "--no-dump", "--format", "db"], &["--no-dump", "--format"])?;
     says(&["--level", "warp", "-a"], &["warp", "op, kernel"])?;
     says(&["--steps", "0", "-a"], &["whole numbers from 1"])?;
+    says(&["--steps", "7-3", "-a"], &["FIRST-LAST"])?;
     says(&["--step-mark", "(", "-a"], &["regex"])?;
     says(&["--no-such-option"], &["--no-such-option"])?;
     says(&[], &["whom to trace"])?;

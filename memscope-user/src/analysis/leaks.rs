@@ -32,7 +32,7 @@ use rustc_hash::FxHashMap;
 
 use crate::model::{
     AllocationId, Block, Change, Count, DeviceId, Event, Frame, Ledger, Name, Nanos, Pool, Process, Stack,
-    StepId, Tgid, Whose,
+    StepId, StepSet, Tgid, Whose,
 };
 
 use super::Analysis;
@@ -150,11 +150,28 @@ pub struct LateGroup {
     /// Steps in which they were allocated: the first and the last.
     pub first_step: StepId,
     pub last_step: StepId,
+    /// The step of the first one of all, and whether there were some of another: shown or not.
+    begun: StepId,
+    recurs: bool,
 }
 
 impl LateGroup {
+    fn new(step: StepId) -> Self {
+        LateGroup { held_min: u32::MAX, first_step: StepId(u32::MAX), begun: step, ..LateGroup::default() }
+    }
+
+    fn add(&mut self, block: &Block, freed_step: StepId) {
+        let held = freed_step.0 - block.step.0;
+        self.count.add(block.size);
+        self.largest = self.largest.max(block.size);
+        self.held_min = self.held_min.min(held);
+        self.held_max = self.held_max.max(held);
+        self.first_step = self.first_step.min(block.step);
+        self.last_step = self.last_step.max(block.step);
+    }
+
     pub fn pattern(&self) -> Pattern {
-        if self.first_step == self.last_step { Pattern::Once } else { Pattern::Recurring }
+        if self.recurs { Pattern::Recurring } else { Pattern::Once }
     }
 }
 
@@ -171,10 +188,21 @@ pub struct Verdicts {
     pub late_groups: Vec<(Like, LateGroup)>,
 }
 
+impl Verdicts {
+    /// Keeps what was allocated in these steps, as it was judged by all that was seen.
+    pub fn select(&mut self, steps: &StepSet) {
+        self.leaks.retain(|(block, _)| steps.contains(block.step));
+        self.not_judged.retain(|(block, ..)| steps.contains(block.step));
+        self.late.retain(|(late, _)| steps.contains(late.block.step));
+    }
+}
+
 #[derive(Debug, Default)]
 pub struct Leaks {
     /// By position in [`Ledger::processes`].
     processes: Vec<Watched>,
+    /// Of which steps late blocks are told.
+    shown: StepSet,
 }
 
 /// Later steps that had ended when blocks of a kind were freed: the most.
@@ -328,10 +356,11 @@ impl Analysis for Leaks {
             Change::Freed(block) => {
                 if let Some(process) = ledger.process(event.tgid)
                     && later_steps(block, process) > 0
+                    && let shown = self.shown.contains(block.step)
                     && let Some(watched) = self.watch(event.tgid, ledger)
                     && block.id > watched.judged_to
                 {
-                    watched.freed_late(block, event.time, process);
+                    watched.freed_late(block, event.time, process, shown);
                 }
             }
             Change::UnknownFree { pool, device, size: Some(size) } => {
@@ -368,6 +397,11 @@ impl Analysis for Leaks {
 }
 
 impl Leaks {
+    /// Tells of late blocks of these steps only. (They are too many to be kept and chosen from later.)
+    pub fn showing(steps: StepSet) -> Self {
+        Leaks { shown: steps, ..Leaks::default() }
+    }
+
     /// What is to be said, as of now, of the process at this position of [`Ledger::processes`].
     pub fn verdicts(&self, position: usize, process: &Process) -> Verdicts {
         let unwatched = Watched::default();
@@ -384,7 +418,7 @@ impl Leaks {
 }
 
 impl Watched {
-    fn freed_late(&mut self, block: &Block, freed: Nanos, process: &Process) {
+    fn freed_late(&mut self, block: &Block, freed: Nanos, process: &Process, shown: bool) {
         if !block.belongs_to_program() {
             return;
         }
@@ -408,18 +442,13 @@ impl Watched {
         }
 
         let freed_step = process.steps().current();
-        let group = self.late.entry(bounded(Like::of(block), &self.late)).or_insert(LateGroup {
-            held_min: u32::MAX,
-            first_step: block.step,
-            ..LateGroup::default()
-        });
-        let held = freed_step.0 - block.step.0;
-        group.count.add(block.size);
-        group.largest = group.largest.max(block.size);
-        group.held_min = group.held_min.min(held);
-        group.held_max = group.held_max.max(held);
-        group.first_step = group.first_step.min(block.step);
-        group.last_step = group.last_step.max(block.step);
+        let like = bounded(Like::of(block), &self.late);
+        let group = self.late.entry(like).or_insert_with(|| LateGroup::new(block.step));
+        group.recurs |= group.begun != block.step;
+        if !shown {
+            return;
+        }
+        group.add(block, freed_step);
 
         let full = self.largest_late.len() == LATE_KEPT;
         if !full || self.largest_late.peek().is_some_and(|least| least.0.0.block.size < block.size) {
@@ -544,7 +573,8 @@ impl Watched {
             })
             .collect();
         verdicts.late.sort_unstable_by_key(|(late, _)| late.block.id);
-        verdicts.late_groups = self.late.iter().map(|(like, group)| (like.clone(), *group)).collect();
+        let shown = self.late.iter().filter(|(_, group)| group.count.blocks > 0);
+        verdicts.late_groups = shown.map(|(like, group)| (like.clone(), *group)).collect();
         verdicts
             .late_groups
             .sort_unstable_by_key(|(_, group)| (Reverse(group.count.bytes), group.first_step));

@@ -13,7 +13,7 @@ pub mod oom;
 pub mod reconcile;
 pub mod reserve;
 
-use crate::model::{Change, Event, Ledger, Nanos, StepRule, StepsFrom};
+use crate::model::{Change, Event, Ledger, Nanos, StepRule, StepSet, StepsFrom};
 
 use decompose::Decompose;
 use fluctuation::Fluctuation;
@@ -41,6 +41,8 @@ pub struct Online {
     /// Events that the inference has let go.
     ready: Vec<Event>,
     pub ledger: Ledger,
+    /// Steps of which blocks are reported. Judged they are by all that is seen.
+    pub shown_steps: StepSet,
     /// `None` when it was not asked for.
     pub leaks: Option<Leaks>,
     /// With the leaks.
@@ -69,6 +71,11 @@ impl Online {
     pub fn with_steps_from(self, rule: &StepRule, from: StepsFrom) -> Self {
         let (inference, ledger) = (StepInference::new(rule.clone(), from), self.ledger.with_steps_from(from));
         Online { inference, ledger, ..self }
+    }
+
+    /// Reports blocks of these steps only.
+    pub fn showing_steps(self, steps: StepSet) -> Self {
+        Online { leaks: self.leaks.map(|_| Leaks::showing(steps.clone())), shown_steps: steps, ..self }
     }
 
     /// Lists so many of the largest and of the latest blocks with each out-of-memory.

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::{
     Verdict,
-    list::List,
+    list::{List, StepRange, step_set},
     offline::{Read, document, each_row},
     output::{print, print_document, print_report},
     steps::StepArgs,
@@ -44,6 +44,9 @@ pub struct LeaksArgs {
     #[arg(long, value_name = "POOL", value_parser = pool, requires = "mstx_info",
         help_heading = "With --mstx-info")]
     pool: Option<Pool>,
+    /// Report what was allocated in these steps only, such as 3-7,12; it is judged by all steps of the dump
+    #[arg(long, value_name = "LIST", conflicts_with = "mstx_info")]
+    steps: Option<List<StepRange>>,
     #[command(flatten)]
     step: StepArgs,
     /// As one JSON document; without --mstx-info it is the report of live tracing
@@ -75,7 +78,9 @@ pub(super) fn run(args: LeaksArgs) -> anyhow::Result<Verdict> {
 /// Whether there are leaks, and whether any block was judged.
 fn over_steps(args: &LeaksArgs, fail: bool) -> anyhow::Result<(bool, bool)> {
     let rule = args.step.rule();
-    let mut online = Online::new(rule.clone(), true).with_steps_from(&rule, args.step.source());
+    let mut online = Online::new(rule.clone(), true)
+        .with_steps_from(&rule, args.step.source())
+        .showing_steps(step_set(args.steps.clone()));
     let mut document = document(&args.dumps, &mut online)?;
     if fail && !document.leaks_judged() {
         document.notes.push(NOTHING_JUDGED.to_owned());

@@ -1,6 +1,8 @@
 //! Lists as msMemScope takes them: separated by `,` or the full-width comma, empty items ignored.
 
-use std::{str::FromStr, time::Duration};
+use std::{ops::RangeInclusive, str::FromStr, time::Duration};
+
+use crate::model::StepSet;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct List<T>(pub Vec<T>);
@@ -63,6 +65,28 @@ impl FromStr for Ordinal {
             _ => Err(format!("{word:?} is no step number: they are whole numbers from 1")),
         }
     }
+}
+
+/// `N`, `FIRST-LAST`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StepRange(pub RangeInclusive<u32>);
+
+impl FromStr for StepRange {
+    type Err = String;
+
+    fn from_str(word: &str) -> Result<Self, String> {
+        let (first, last) = word.split_once('-').unwrap_or((word, word));
+        let (Ordinal(first), Ordinal(last)) = (first.trim().parse()?, last.trim().parse()?);
+        match first <= last {
+            true => Ok(Self(first..=last)),
+            false => Err(format!("{word:?} is no range of steps: FIRST-LAST")),
+        }
+    }
+}
+
+/// The steps of `--steps`: all, when it was not given.
+pub fn step_set(ranges: Option<List<StepRange>>) -> StepSet {
+    StepSet::of(ranges.into_iter().flat_map(|list| list.0).map(|range| range.0))
 }
 
 /// `npu`, `npu:N`.
@@ -140,6 +164,16 @@ mod tests {
         assert!("0".parse::<List<Ordinal>>().is_err());
         assert_eq!("npu,npu:7".parse::<List<Device>>().unwrap().0, [Device::All, Device::One(7)]);
         assert!("gpu".parse::<Device>().is_err());
+    }
+
+    #[test]
+    fn steps_are_numbers_and_ranges() {
+        let set = step_set(Some("3-7, 12，20-20".parse().unwrap()));
+        assert_eq!(set.to_string(), "3-7, 12, 20");
+        assert!(step_set(None).is_all());
+        for wrong in ["7-3", "0-2", "3-", "-3", "1-2-3", "x"] {
+            assert!(wrong.parse::<StepRange>().is_err(), "{wrong}");
+        }
     }
 
     #[test]

@@ -18,7 +18,7 @@ use memscope_ebpf::MAX_DEPTH;
 use super::{
     ProcArgs, Verdict,
     inefficient::RuleArgs,
-    list::{Bytes, Device, List, Ordinal, Seconds, words},
+    list::{Bytes, Device, List, Seconds, StepRange, step_set, words},
     output,
     progress::Terminal,
     steps::StepArgs,
@@ -74,9 +74,9 @@ pub struct TraceArgs {
     /// Report and dump these devices only, by the driver's numbers [npu, npu:N]
     #[arg(long, value_name = "LIST", help_heading = "What to look at")]
     device: Option<List<Device>>,
-    /// Report and dump these steps only; all steps are analysed
+    /// Report and dump what was allocated in these steps only, such as 3-7,12; it is judged by all steps
     #[arg(long, value_name = "LIST", help_heading = "What to look at")]
-    steps: Option<List<Ordinal>>,
+    steps: Option<List<StepRange>>,
     #[command(flatten, next_help_heading = "What to look at")]
     step: StepArgs,
     #[command(flatten, next_help_heading = "With --analysis inefficient")]
@@ -254,7 +254,7 @@ impl TraceArgs {
             classes,
             steps: self.step.rule(),
             steps_from: self.step.source(),
-            only_steps: self.steps.map(|list| list.0.iter().map(|s| s.0).collect()).unwrap_or_default(),
+            only_steps: step_set(self.steps),
             only_devices,
             leaks: looks_for(AnalysisWord::Leaks),
             inefficient,

@@ -9,6 +9,7 @@ mod ledger;
 mod module;
 mod segments;
 mod stack;
+mod step_set;
 mod steps;
 #[cfg(test)]
 pub(crate) mod testing;
@@ -24,4 +25,5 @@ pub use ids::{AllocationId, Container, DeviceId, DevicePtr, Nanos, Pool, StepId,
 pub use ledger::{BlockRef, Change, Count, DeviceMemory, DriverUse, Ending, Ledger, PoolUse, Process};
 pub use module::Module;
 pub use stack::{Frame, NativeFrame, NativeStack, Origin, Stack, Whose};
+pub use step_set::StepSet;
 pub use steps::{Step, StepRule, Steps, StepsFrom};

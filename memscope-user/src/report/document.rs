@@ -19,7 +19,7 @@ use crate::analysis::reserve::{Point, Series};
 use crate::attach::cost::Share;
 use crate::model::{
     AllocationId, Basis, Block, Container, Count, DeviceId, DeviceMemory, DevicePtr, Ending, Frame,
-    FreeSpace, Name, Nanos, Pool, PoolUse, Process, Stack, StepId, Tgid, Tid, Whose,
+    FreeSpace, Name, Nanos, Pool, PoolUse, Process, Stack, StepId, StepSet, Tgid, Tid, Whose,
 };
 use crate::stacks::{self, NativeTally, Tally};
 
@@ -37,6 +37,7 @@ pub struct Document {
     pub leaks_analysed: bool,
     /// Whether it is of dumps, and not of a live trace.
     pub offline: bool,
+    pub selection: Selection,
     pub targets: Vec<Target>,
     pub sites: Vec<Site>,
     pub events: Events,
@@ -53,6 +54,17 @@ pub struct Document {
     pub probe_cost: Option<ProbeCost>,
     /// What else the reader must know to judge the figures.
     pub notes: Vec<String>,
+}
+
+/// What the report was asked to keep to. It was all analysed: what is kept is judged by all that was seen.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct Selection {
+    /// Steps in which leaked, late and not judged blocks were allocated. Everything else is of the whole trace.
+    pub steps: StepSet,
+    /// Empty: all.
+    pub devices: Vec<DeviceId>,
+    /// Devices that had memory and are not among those.
+    pub devices_left_out: Vec<DeviceId>,
 }
 
 /// When the trace was what, in ns of the wall clock.
@@ -514,6 +526,8 @@ pub struct ProcessFacts {
     pub oom_not_listed: u64,
     /// The texts of marks and ranges that came most often.
     pub marks: Vec<MarkFacts>,
+    /// Its steps, reported or not; one that is open counts.
+    pub steps_seen: u32,
     /// Why its steps are believed to be steps, when they were inferred from operators.
     pub steps_inferred: Option<InferredFacts>,
 }
@@ -553,7 +567,8 @@ impl Document {
         let mut processes = Vec::new();
         let mut decomposition = Vec::new();
         for (position, process) in online.ledger.processes().iter().enumerate() {
-            steps.extend(process.steps().list().iter().map(|step| Step {
+            let shown = process.steps().list().iter().filter(|step| online.shown_steps.contains(step.id));
+            steps.extend(shown.map(|step| Step {
                 pid: process.tgid,
                 program: online.ledger.program(position),
                 step: step.id,
@@ -572,6 +587,7 @@ impl Document {
             tool: Tool::this(),
             leaks_analysed: online.leaks.is_some(),
             offline: trace.offline,
+            selection: Selection { steps: online.shown_steps.clone(), ..Selection::default() },
             targets: trace.targets,
             sites: trace.sites,
             events: trace.events,
@@ -594,6 +610,7 @@ fn process_devices(position: usize, process: &Process, online: &Online) -> Vec<D
     let mut growth =
         online.growth.as_ref().map(|growth| growth.trends(position, process)).unwrap_or_default();
     growth.retain(|trend| !is_leaking(trend, &verdicts));
+    verdicts.select(&online.shown_steps);
     let ooms = online.oom.of(position);
     let program = online.ledger.program(position);
     let mut devices: Vec<Device> = process
@@ -740,6 +757,7 @@ fn process_facts(position: usize, process: &Process, online: &Online) -> Process
             .into_iter()
             .map(|(text, count)| MarkFacts { text, count })
             .collect(),
+        steps_seen: process.steps().current().0,
         steps_inferred: process.steps().inferred().map(|inferred| InferredFacts {
             basis: match inferred.basis {
                 Basis::Optimizer => "optimizer",

@@ -1,8 +1,8 @@
 //! Parts of a document.
 
-use super::document::{BlockFacts, Document, LateFacts};
+use super::document::{Device, Document};
 use super::units;
-use crate::model::{DeviceId, StepId};
+use crate::model::DeviceId;
 
 impl Document {
     /// Whether there is a leak that recurs. State that was built once, late, is listed but is no finding.
@@ -10,9 +10,14 @@ impl Document {
         self.devices.iter().any(|device| device.leaks.iter().any(|block| block.pattern == "recurring"))
     }
 
-    /// Whether any block was judged.
+    /// Whether any block that is reported could be judged.
     pub fn leaks_judged(&self) -> bool {
-        self.leaks_analysed && self.devices.iter().any(|device| device.last_step_ended.0 > 2)
+        self.leaks_analysed && self.devices.iter().any(|device| self.steps_judged(device) > 0)
+    }
+
+    /// Of the steps that are reported, those of which it can be told what leaks.
+    pub fn steps_judged(&self, device: &Device) -> u32 {
+        self.selection.steps.count_in(2..=device.last_step_ended.0.saturating_sub(1))
     }
 
     /// The most frequent marks and ranges, for people; empty when there were none.
@@ -23,42 +28,43 @@ impl Document {
         marks.join(", ")
     }
 
-    /// Keeps what is about the given devices and steps; an empty list keeps all. Totals stay those of the trace.
-    pub fn select(&mut self, devices: &[u16], steps: &[u32]) {
-        if !devices.is_empty() {
-            let mut seen: Vec<String> =
-                self.devices.iter().filter_map(|of| of.device).map(|device| device.to_string()).collect();
-            if !seen.is_empty()
-                && self.devices.iter().all(|of| of.device.is_none_or(|d| !devices.contains(&d.0)))
-            {
-                seen.dedup();
-                let wanted: Vec<String> = devices.iter().map(u16::to_string).collect();
-                self.notes.push(format!(
-                    "nothing happened on device {} (--device); there was memory on device {}",
-                    wanted.join(", "),
-                    seen.join(", ")
-                ));
-            }
-            let keep = |device: Option<DeviceId>| device.is_none_or(|d| devices.contains(&d.0));
-            self.devices.retain(|device| keep(device.device));
-            self.decomposition.retain(|of| keep(of.device));
-            if let Some(inefficient) = &mut self.inefficient {
-                inefficient.pools.retain(|pool| keep(pool.device));
-            }
+    /// Keeps what is about the given devices; an empty list keeps all. Totals stay those of the trace.
+    pub fn select(&mut self, devices: &[u16]) {
+        if devices.is_empty() {
+            return;
         }
-        if !steps.is_empty() {
-            let keep = |step: StepId| steps.contains(&step.0);
-            self.steps.retain(|step| keep(step.step));
-            for device in &mut self.devices {
-                let of_step = |block: &BlockFacts| keep(block.step);
-                device.leaks.retain(of_step);
-                device.late.retain(of_step);
-                device.not_judged.retain(of_step);
-                let apart = |group: &LateFacts| {
-                    steps.iter().any(|step| (group.first_step.0..=group.last_step.0).contains(step))
-                };
-                device.late_groups.retain(apart);
-            }
+        let keep = |device: Option<DeviceId>| device.is_none_or(|d| devices.contains(&d.0));
+        let mut left_out: Vec<DeviceId> =
+            self.devices.iter().filter(|of| !keep(of.device)).filter_map(|of| of.device).collect();
+        left_out.sort_unstable();
+        left_out.dedup();
+        self.devices.retain(|device| keep(device.device));
+        self.decomposition.retain(|of| keep(of.device));
+        if let Some(inefficient) = &mut self.inefficient {
+            inefficient.pools.retain(|pool| keep(pool.device));
         }
+        self.selection.devices = devices.iter().copied().map(DeviceId).collect();
+        self.selection.devices_left_out = left_out;
+        if self.selected_nothing() {
+            let list = |devices: &[DeviceId]| {
+                let devices: Vec<String> = devices.iter().map(DeviceId::to_string).collect();
+                devices.join(", ")
+            };
+            self.notes.push(format!(
+                "nothing happened on device {} (--device); there was memory on device {}",
+                list(&self.selection.devices),
+                list(&self.selection.devices_left_out)
+            ));
+        }
+    }
+
+    /// Whether there was memory on devices, and on none of those that were asked for.
+    pub fn selected_nothing(&self) -> bool {
+        !self.selection.devices_left_out.is_empty() && self.devices.iter().all(|of| of.device.is_none())
+    }
+
+    /// Whether a step was seen.
+    pub fn has_steps(&self) -> bool {
+        self.processes.iter().any(|process| process.steps_seen > 0)
     }
 }

@@ -122,22 +122,38 @@ impl Report<'_> {
                 format!("{lower_bound}{kinds}: {} in {}", units::bytes(bytes), units::blocks(blocks as u64));
             self.paint.alarm(&capitalised(&text))
         } else {
+            let selected = &document.selection.steps;
             match judged {
+                _ if document.selected_nothing() => {
+                    "Leaks not judged: there was no memory on the selected devices (--device).".to_owned()
+                }
                 None if document.offline => {
                     "Leaks not judged: the dump has no row of an allocation or a free.".to_owned()
                 }
                 None => "Leaks not judged: no device memory was allocated or freed.".to_owned(),
-                Some(_) if document.steps.is_empty() => "Leaks not judged: no step was seen.".to_owned(),
+                Some(_) if !document.has_steps() => "Leaks not judged: no step was seen.".to_owned(),
                 Some(0 | 1) => {
                     "Leaks not judged: too few steps. A block is judged from step 2 on, when a later step has ended."
                         .to_owned()
                 }
+                Some(last) if !selected.is_all() => match document.leaks_judged() {
+                    true => format!("No recurring leak among what was allocated in the selected steps of 2-{last}."),
+                    false => format!("Leaks not judged: of the selected steps none is among those that were, 2-{last}."),
+                },
                 Some(2) => "No recurring leak among what was allocated in step 2; others were not judged.".to_owned(),
                 Some(last) => format!("No recurring leak among what was allocated in steps 2-{last}."),
             }
         };
         line(out, &text);
-        if document.leaks_analysed && !document.steps.is_empty() {
+        if !document.selection.steps.is_all() {
+            let text = format!(
+                "Selected steps (--steps): {}. Leaked, late and not judged blocks are those allocated in them, as \
+                 judged by all steps; all else is of the whole trace.",
+                document.selection.steps
+            );
+            line(out, &text);
+        }
+        if document.leaks_analysed && document.has_steps() {
             self.without_steps(out);
         }
         if document.events.lost > 0 {
@@ -152,8 +168,10 @@ impl Report<'_> {
 
     /// Processes that used memory and were not judged, while others were.
     fn without_steps(&self, out: &mut String) {
-        let has_steps: BTreeSet<_> = self.document.steps.iter().map(|step| step.pid).collect();
-        for process in self.document.processes.iter().filter(|process| !has_steps.contains(&process.pid)) {
+        let processes = &self.document.processes;
+        let has_steps: BTreeSet<_> =
+            processes.iter().filter(|process| process.steps_seen > 0).map(|process| process.pid).collect();
+        for process in processes.iter().filter(|process| !has_steps.contains(&process.pid)) {
             let devices = self.document.devices.iter().filter(|device| {
                 (device.pid, device.program) == (process.pid, process.program)
                     && device.pools.iter().any(|facts| facts.peak_bytes > 0)
@@ -354,6 +372,9 @@ impl Report<'_> {
             let mut text = "see what is added in each step to the memory that is allocated".to_owned();
             made_at(&mut text, "", trend.place.as_ref(), trend.op.as_ref());
             text
+        } else if document.selected_nothing() {
+            let used = document.selection.devices_left_out.iter().map(|device| format!("npu:{device}"));
+            format!("trace a device that is used: --device {}", used.collect::<Vec<_>>().join(","))
         } else if document.devices.is_empty() && document.offline {
             "write a dump with allocations and frees in it: --events alloc,free,launch".to_owned()
         } else if document.devices.is_empty() && document.sites.iter().any(|site| site.attached) {
@@ -370,7 +391,7 @@ impl Report<'_> {
                 }
             };
             format!("see which sites can be probed at all: memscope-trace probes {hint}")
-        } else if document.leaks_analysed && document.steps.is_empty() {
+        } else if document.leaks_analysed && !document.has_steps() {
             let marks = document.marks_seen(3);
             if marks.is_empty() {
                 "mark each step of the loop, for instance with mstx.range_start(\"step start\", None) and mstx.range_end"

@@ -46,9 +46,9 @@ impl Session<'_> {
             notes: self.notes,
         };
         let mut document = Document::new(trace, &self.online);
-        document.select(&self.config.only_devices, &self.config.only_steps);
+        document.select(&self.config.only_devices);
         if let StepRule::Matching(pattern) = &self.config.steps
-            && document.steps.iter().all(|step| step.inferred)
+            && document.processes.iter().all(|of| of.steps_seen == 0 || of.steps_inferred.is_some())
             && self.config.steps_from != StepsFrom::Ops
         {
             let seen = document.marks_seen(5);

@@ -43,7 +43,7 @@ use crate::{
         tape::Recorder,
     },
     dump::{Caller, Format, OutputError, Pipeline, StackStyle},
-    model::{Event, EventKind, Nanos, StepRule, StepsFrom, Tgid},
+    model::{Event, EventKind, Nanos, StepRule, StepSet, StepsFrom, Tgid},
     probes::catalogue::Class,
     report::document::{Document, Timing},
     stacks::{Memory, Natives},
@@ -116,8 +116,8 @@ pub struct Config {
     pub classes: HashSet<Class>,
     pub steps: StepRule,
     pub steps_from: StepsFrom,
-    /// Only these steps are reported and dumped; all, when empty.
-    pub only_steps: Vec<u32>,
+    /// Only these steps are reported and dumped.
+    pub only_steps: StepSet,
     /// Only these devices are reported and dumped; all, when empty.
     pub only_devices: Vec<u16>,
     pub leaks: bool,
@@ -245,6 +245,7 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
     let (exits, mut exited) = mpsc::unbounded_channel();
     let mut online =
         Online::new(config.steps.clone(), config.leaks).with_steps_from(&config.steps, config.steps_from);
+    online = online.showing_steps(config.only_steps.clone());
     if let Some(inefficient) = &config.inefficient {
         online = online.with_inefficient(inefficient.clone());
     }

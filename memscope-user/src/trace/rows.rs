@@ -2,8 +2,8 @@
 
 use super::Config;
 use crate::{
-    dump::{Fact, Pipeline, Place, rows_of},
-    model::{Alloc, Change, Event, EventKind, Ledger, Name, Pool, Process, Tid},
+    dump::{Fact, Pipeline, Place, Row, rows_of},
+    model::{Alloc, Change, Event, EventKind, Ledger, Name, Pool, Process, StepsFrom, Tid},
 };
 
 /// Puts what an event changed into the dump, as far as it is wanted there.
@@ -24,21 +24,70 @@ pub(super) fn write_rows(
         EventKind::Access(_) => selection.accesses,
         _ => true,
     };
-    let step = ledger.process(event.tgid).map(|process| process.steps().current());
-    if !wanted || step.is_some_and(|step| !selects(&config.only_steps, step.0)) {
+    if !wanted {
         return;
     }
+    let process = ledger.process(event.tgid);
+    let chosen = Chosen { config, event, change, process };
     rows_of(event, change, ledger, |mut row| {
         if config.decompose
             && let Fact::Event(EventKind::Alloc(alloc)) = &row.fact
         {
             row.owner = ledger.process(event.tgid).and_then(|process| owner(process, alloc, event.tid));
         }
+        if !config.only_steps.is_all() && !chosen.has(&row) {
+            return;
+        }
         match row.place() {
             Some(Place::Npu(device)) if !selects(&config.only_devices, device.0) => {}
             _ => dump.push(row),
         }
     });
+}
+
+/// What goes into the dump of chosen steps: what happened in them, how their blocks ended, and all that it takes to
+/// number steps as they were when the dump is read.
+struct Chosen<'a> {
+    config: &'a Config,
+    event: &'a Event,
+    change: &'a Change,
+    process: Option<&'a Process>,
+}
+
+impl Chosen<'_> {
+    fn has(&self, row: &Row) -> bool {
+        let steps = &self.config.only_steps;
+        let now = self.process.is_none_or(|process| steps.contains(process.steps().current()));
+        match (&row.fact, self.change) {
+            (Fact::NeverFreed { .. }, Change::Allocated { replaced: Some(block), .. }) => {
+                steps.contains(block.step)
+            }
+            (Fact::NeverFreed { .. }, Change::Reset { blocks, .. } | Change::Ended { blocks, .. }) => {
+                let at = blocks.binary_search_by_key(&row.allocation_id, |block| Some(block.id));
+                at.ok().and_then(|at| blocks.get(at)).is_none_or(|block| steps.contains(block.step))
+            }
+            (Fact::Event(EventKind::Free(_)), Change::Freed(block)) => now || steps.contains(block.step),
+            (Fact::Event(_), _) => now || self.numbers_steps(),
+            _ => now,
+        }
+    }
+
+    fn numbers_steps(&self) -> bool {
+        let Config { steps_from, .. } = self.config;
+        match &self.event.kind {
+            EventKind::AclInit
+            | EventKind::AclFinalize
+            | EventKind::DeviceReset { .. }
+            | EventKind::Exec
+            | EventKind::Exit => true,
+            EventKind::Op { .. } => {
+                let infers = matches!(steps_from, StepsFrom::MarksOrOps | StepsFrom::Ops);
+                let steps = self.process.map(Process::steps);
+                infers && steps.is_none_or(|steps| steps.list().is_empty() || steps.inferred().is_some())
+            }
+            kind => self.config.steps.begins_step(kind) || matches!(self.change, Change::Step { .. }),
+        }
+    }
 }
 
 /// Labels of what a thread allocates now: the operator, and what the program calls it.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::{Report, around, at, line, made_at, threads, whence};
 use crate::analysis::leaks::size_class;
-use crate::model::{Count, Frame, Name, Pool, Stack, StepId};
+use crate::model::{Count, Frame, Name, Pool, Stack, StepId, StepSet};
 use crate::report::document::{BlockFacts, Device, Document, GrowthFacts, LateFacts};
 use crate::report::units;
 
@@ -32,7 +32,7 @@ impl Report<'_> {
     pub(super) fn leaks(&self, out: &mut String) {
         let groups = &self.leaking;
         for group in groups.iter().take(GROUPS_SHOWN) {
-            let judged = group.judged();
+            let judged = self.document.steps_judged(group.device);
             let steps: BTreeSet<StepId> = group.blocks.iter().map(|block| block.step).collect();
             let Some(first) = group.blocks.first() else { continue };
             let mut text = format!(
@@ -50,7 +50,7 @@ impl Report<'_> {
             }
             line(out, &text);
             let mut text = format!("     {} in {}", units::bytes(group.bytes), group.blocks_and_sizes());
-            let _ = write!(text, ", {}", step_list(&steps, judged + 1));
+            let _ = write!(text, ", {}", self.step_list(&steps, group.device));
             if has_place {
                 around(&mut text, ",", first);
             }
@@ -89,12 +89,16 @@ impl Report<'_> {
         } else {
             let _ = write!(text, ", {place} {pool}");
         }
-        let _ = write!(text, " in {}", step_list(&steps, largest.judged() + 1));
+        let _ = write!(text, " in {}", self.step_list(&steps, largest.device));
         if let Some(first) = largest.blocks.first() {
             whence(&mut text, first);
             let _ = write!(text, ", first at {}", first.ptr);
         }
         line(out, &text);
+    }
+
+    fn step_list(&self, steps: &BTreeSet<StepId>, device: &Device) -> String {
+        step_list(steps, device.last_step_ended.0.saturating_sub(1), &self.document.selection.steps)
     }
 
     /// Below a leak: who called the line, where it was called from several places, and the stacks when all are wanted.
@@ -271,11 +275,6 @@ impl Group<'_> {
         let up_to = if sizes().all(|size| units::bytes(size) == largest) { "" } else { "up to " };
         format!("{blocks} of {up_to}{largest}")
     }
-
-    /// Steps that were judged.
-    fn judged(&self) -> u32 {
-        self.device.last_step_ended.0.saturating_sub(2)
-    }
 }
 
 /// Late blocks of a line.
@@ -307,8 +306,9 @@ impl<'a> Late<'a> {
     }
 }
 
-/// `step 5`, `steps 2-6`, `steps 2-5, 8`, `23 of the steps 2-99`; and whether it has stopped.
-pub(super) fn step_list(steps: &BTreeSet<StepId>, last_judged: u32) -> String {
+/// `step 5`, `steps 2-6`, `steps 2-5, 8`, `23 of the steps 2-99`; and whether it has stopped. Nothing is said of steps
+/// that are not among the selected ones.
+pub(super) fn step_list(steps: &BTreeSet<StepId>, last_judged: u32, selected: &StepSet) -> String {
     let mut runs: Vec<(u32, u32)> = Vec::new();
     for StepId(step) in steps.iter().copied() {
         match runs.last_mut() {
@@ -330,11 +330,20 @@ pub(super) fn step_list(steps: &BTreeSet<StepId>, last_judged: u32) -> String {
                 .collect();
             format!("steps {}", runs.join(", "))
         }
-        _ => format!("{} of the steps {first}-{last}", steps.len()),
+        _ if selected.is_all() => format!("{} of the steps {first}-{last}", steps.len()),
+        _ => {
+            let among = selected.count_in(first..=last);
+            format!("{} of the {among} selected steps from {first} to {last}", steps.len())
+        }
     };
-    let widest_gap = runs.windows(2).map(|pair| pair[1].0 - pair[0].1).max().unwrap_or(1);
-    if last_judged > last + 2 * widest_gap {
-        let _ = write!(text, " (none in steps {}-{last_judged})", last + 1);
+    let gap = |(_, last): (u32, u32), (next, _): (u32, u32)| selected.count_in(last + 1..=next);
+    let widest_gap = runs.windows(2).map(|pair| gap(pair[0], pair[1])).max().unwrap_or(1);
+    let quiet = selected.count_in(last + 1..=last_judged);
+    if quiet > 2 * widest_gap {
+        let _ = match selected.is_all() {
+            true => write!(text, " (none in steps {}-{last_judged})", last + 1),
+            false => write!(text, " (none in the {quiet} selected steps after)"),
+        };
     }
     text
 }

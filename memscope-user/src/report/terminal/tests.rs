@@ -6,7 +6,7 @@ use crate::analysis::inefficient::{Config, Rules};
 use crate::analysis::reserve::Point;
 use crate::model::testing::{MAIN, MIB, Script, leak6};
 use crate::model::{Alloc, DevicePtr, Event, EventKind, FreeSpace, Module, StepRule, StepsFrom, Whose};
-use crate::model::{Pool, StepId};
+use crate::model::{Pool, StepId, StepSet};
 use crate::report::document::{Dump, Events, FreeFacts, ReserveFacts, Site, Trace};
 
 fn document(events: &[Event], trace: Trace) -> Document {
@@ -120,13 +120,86 @@ fn callers_of_a_line_are_told_apart() {
 #[test]
 fn a_device_on_which_nothing_happened_is_told_from_a_trace_without_memory() {
     let mut document = document(&leak6(), Trace::default());
-    document.select(&[99], &[]);
+    document.select(&[99]);
     let text = render(&document, false, false);
     assert!(
         text.contains("Note: nothing happened on device 99 (--device); there was memory on device 0"),
         "{text}"
     );
     assert!(document.devices.is_empty());
+    assert!(
+        text.starts_with("Leaks not judged: there was no memory on the selected devices (--device).\n"),
+        "{text}"
+    );
+    assert!(text.ends_with("Next: trace a device that is used: --device npu:0\n"), "{text}");
+}
+
+/// Leaks in steps 5, 15, 25, ... 85.
+fn every_tenth() -> Script {
+    let mut script = Script::new();
+    for step in 1..=95u64 {
+        script.step(|s| {
+            if step % 10 == 5 {
+                s.alloc_at(Some(43), Whose::Own, 0x1000 * step, 64 << 10);
+            }
+            // Held for three steps.
+            s.alloc_at(Some(50), Whose::Own, 0x100_0000 + 0x1000 * step, 64 << 10);
+            if step > 3 {
+                s.free(0x100_0000 + 0x1000 * (step - 3));
+            }
+        });
+    }
+    script
+}
+
+fn showing(events: &[Event], steps: StepSet) -> Document {
+    let mut online = Online::new(StepRule::default(), true).showing_steps(steps);
+    for event in events {
+        online.apply(event);
+    }
+    Document::new(Trace::default(), &online)
+}
+
+/// What is selected is judged by all steps, and nothing is said of the others.
+#[test]
+fn selected_steps_are_told_of_alone_and_judged_by_all() {
+    let events = every_tenth().events;
+    let document = showing(&events, StepSet::of([5..=5, 15..=15]));
+    let text = render(&document, false, false);
+    let lines: Vec<&str> = text.lines().take(5).collect();
+    assert_eq!(
+        lines,
+        [
+            "1 leak: 128 KiB in 2 blocks",
+            "Selected steps (--steps): 5, 15. Leaked, late and not judged blocks are those allocated in them, as judged by all steps; all else is of the whole trace.",
+            "LEAK device 0 PTA: +64.0 KiB/step at project/train.py:43 in main",
+            "     128 KiB in 2 blocks of 64.0 KiB, steps 5, 15, thread 100, first at 0x5000",
+            "Late: device 0 PTA: 2 blocks, 128 KiB in all, freed 3 steps after allocation in steps 5-15, at project/train.py:50 in main",
+        ]
+    );
+    assert!(!text.contains("Not judged"), "{text}");
+    let steps: Vec<u32> = document.steps.iter().map(|step| step.step.0).collect();
+    assert_eq!((steps, document.devices[0].not_judged_total.blocks), (vec![5, 15], 0));
+
+    // Of one step alone it is known that its like recurs.
+    let one = render(&showing(&events, StepSet::of([25..=25])), false, false);
+    assert!(one.starts_with("1 leak: 64.0 KiB in 1 block\n") && one.contains(", step 25, "), "{one}");
+    let whole = render(&showing(&events, StepSet::of([1..=95])), false, false);
+    assert!(whole.contains(", 9 of the 81 selected steps from 5 to 85, "), "{whole}");
+    let young = render(&showing(&events, StepSet::of([94..=95])), false, false);
+    assert!(young.contains("Not judged: 3 blocks, 192 KiB\n"), "{young}");
+}
+
+#[test]
+fn of_steps_that_are_not_judged_nothing_is_said() {
+    let events = every_tenth().events;
+    let document = showing(&events, StepSet::of([1..=1, 400..=500]));
+    assert!(!document.leaks_judged());
+    let text = render(&document, false, false);
+    assert!(
+        text.starts_with("Leaks not judged: of the selected steps none is among those that were, 2-94.\n"),
+        "{text}"
+    );
 }
 
 /// A cache that has been filled.
@@ -461,8 +534,9 @@ fn colour_only_where_it_is_wanted() {
 
 #[test]
 fn lists_of_steps_are_short() {
-    let list =
-        |steps: &[u32], last_judged| step_list(&steps.iter().copied().map(StepId).collect(), last_judged);
+    let list = |steps: &[u32], last_judged| {
+        step_list(&steps.iter().copied().map(StepId).collect(), last_judged, &StepSet::default())
+    };
     assert_eq!(list(&[5], 6), "step 5");
     assert_eq!(list(&[2, 3, 4, 5, 6], 6), "steps 2-6");
     assert_eq!(list(&[2, 3, 5, 8, 9], 10), "steps 2-3, 5, 8-9");
