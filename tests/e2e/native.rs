@@ -597,6 +597,33 @@ fn a_command_is_traced_from_its_first_instruction_and_its_exit_code_passed_on() 
     Ok(())
 }
 
+/// What a command leaves behind without a parent is traced like its other children, and named when the command ends.
+#[test]
+fn what_runs_on_after_the_command_is_told() -> Result<()> {
+    if !V8.is_ready() {
+        return Ok(());
+    }
+    let workload = V8.command(&[]).get_program().to_string_lossy().into_owned();
+    let dir = tempfile::tempdir()?;
+    let file = dir.path().join("pid").to_string_lossy().into_owned();
+    // A grandchild whose parent is gone at once.
+    let daemon = format!("echo $$ > {file}; exec {workload} leak --steps 600 --marks --step-ms 50");
+    let line = format!("(setsid sh -c '{daemon}' > {file}.out &); sleep 3; exit 3");
+    let traced = Tracer::start(&["--", "sh", "-c", &line])?.finish()?;
+    let pid = fs::read_to_string(&file)?.trim().to_owned();
+    ensure!(Command::new("kill").args(["-KILL", &pid]).status()?.success(), "it runs on");
+    assert_eq!(traced.status.code(), Some(3), "{:?}", traced.messages);
+    let report = traced.report()?;
+    assert!(report.site("halMemAlloc").0 > 0, "the daemon was traced");
+    let notes = report.0["notes"].to_string();
+    let told = format!("process that it started runs on, not traced from here: {pid} (");
+    assert!(notes.contains(&told) && notes.contains(&format!("memscope-trace -p {pid}")), "{notes}");
+
+    let traced = Tracer::start(&["--", "sh", "-c", "sleep 0.2 & exit 0"])?.finish()?;
+    assert!(!traced.report()?.0["notes"].to_string().contains("not traced from here"), "it ended in time");
+    Ok(())
+}
+
 /// Chosen steps are judged by all, and keep their numbers in the dump.
 #[test]
 fn chosen_steps_are_those_of_the_whole_trace() -> Result<()> {

@@ -17,6 +17,9 @@ use nix::{
     unistd::Pid,
 };
 
+use super::proc::Proc;
+use crate::model::Tgid;
+
 #[derive(Debug, thiserror::Error)]
 pub enum SpawnError {
     #[error("no command after `--`")]
@@ -29,6 +32,32 @@ pub enum SpawnError {
     Hold { command: String, source: io::Error },
     #[error("{command} ended before its first instruction: {status}")]
     Ended { command: String, status: String },
+}
+
+/// The variable that a command finds in its environment.
+const FAMILY: &str = "MEMSCOPE_TRACE_FAMILY";
+
+/// What a command and all that it starts have in their environment. Who their parents are tells it only as long as these
+/// live: a process whose parent has ended is handed to another one, as daemons want it.
+#[derive(Debug, Clone)]
+pub struct Family(String);
+
+impl Family {
+    pub fn new() -> Self {
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+        Self(format!("{}-{}", std::process::id(), now.as_nanos()))
+    }
+
+    /// Whether a process is of it, as far as its environment may be read. It began with this environment: what it has
+    /// changed since does not show.
+    pub fn has(&self, proc: &Proc, tgid: Tgid) -> bool {
+        let environment = fs::read(proc.path(tgid, "environ")).unwrap_or_default();
+        let mut entries = environment.split(|byte| *byte == 0);
+        entries.any(|entry| {
+            let value = entry.strip_prefix(FAMILY.as_bytes()).and_then(|rest| rest.strip_prefix(b"="));
+            value == Some(self.0.as_bytes())
+        })
+    }
 }
 
 /// A started command that stands at its first instruction.
@@ -49,12 +78,12 @@ fn with_breakpoint(word: i64) -> i64 {
 
 impl Held {
     /// Starts the command. It inherits our standard streams; with `stdout_is_taken`, it writes to standard error
-    /// what it writes to standard output.
-    pub fn start(words: &[OsString], stdout_is_taken: bool) -> Result<Self, SpawnError> {
+    /// what it writes to standard output. What it starts inherits `family`, by which it is known.
+    pub fn start(words: &[OsString], stdout_is_taken: bool, family: &Family) -> Result<Self, SpawnError> {
         let (program, arguments) = words.split_first().ok_or(SpawnError::Empty)?;
         let command = program.to_string_lossy().into_owned();
         let mut builder = Command::new(program);
-        builder.args(arguments);
+        builder.args(arguments).env(FAMILY, &family.0);
         if stdout_is_taken {
             let stderr = io::stderr().as_fd().try_clone_to_owned();
             builder.stdout(stderr.map_err(|source| SpawnError::Start { command: command.clone(), source })?);

@@ -36,7 +36,7 @@ use crate::{
         kernel,
         proc::{Proc, ProcError},
         process::ProcessError,
-        spawn::SpawnError,
+        spawn::{Family, SpawnError},
     },
     collect::{
         decode::{Decoder, Notice},
@@ -60,6 +60,8 @@ const SWEEP: Duration = Duration::from_secs(5);
 const HELD: Duration = Duration::from_secs(10);
 /// How long is waited for records of programs that were at work when the trace ended.
 const LAST_RECORDS: Duration = Duration::from_millis(50);
+/// How long is waited for what the command has started when that has ended: most of it is ending too.
+const LAST_RELATIVES: Duration = Duration::from_millis(500);
 /// Notes kept; the live display shows all.
 const MOST_NOTES: usize = 1000;
 /// Records decoded in one go before signals and timers get their turn.
@@ -204,6 +206,8 @@ struct Session<'p> {
     recorder: Option<Recorder>,
     progress: &'p mut dyn Progress,
     root: Option<Tgid>,
+    /// What the command and its descendants are known by.
+    family: Option<Family>,
     /// What probes cost here, once that has been measured.
     prices: Arc<OnceLock<Prices>>,
     /// As of the last status.
@@ -273,6 +277,7 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
         recorder: record,
         progress,
         root: None,
+        family: None,
         prices: Arc::default(),
         last_share: None,
         is_end_missed: false,
@@ -296,6 +301,7 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
     let mut last_status = Instant::now();
     let mut last_scan = Instant::now();
     let mut interrupted = false;
+    let mut over: Option<Instant> = None;
     loop {
         tokio::select! {
             biased;
@@ -311,7 +317,7 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
             Some(tgid) = exited.recv() => {
                 session.drain(records.get_mut(), usize::MAX);
                 session.target_exited(tgid);
-                if session.is_over() {
+                if session.is_over() && session.relatives().is_empty() {
                     break;
                 }
             }
@@ -325,6 +331,12 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
             _ = tick.tick() => {
                 session.drain(records.get_mut(), BATCH);
                 session.release();
+                if session.root.is_some() && session.is_over() {
+                    let since = over.get_or_insert_with(Instant::now);
+                    if since.elapsed() > LAST_RELATIVES || session.relatives().is_empty() {
+                        break;
+                    }
+                }
                 if last_scan.elapsed() >= SCAN {
                     last_scan = Instant::now();
                     session.scan();
@@ -351,6 +363,7 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
     };
     if let (Some(status), Some(root)) = (status, session.root) {
         session.root_ended(root, status);
+        session.note_relatives();
     }
     if let Some(recorder) = session.recorder.take() {
         recorder.close().map_err(TraceError::Record)?;

@@ -14,7 +14,7 @@ use crate::{
     attach::{
         AttachError, Attached, Ending, Scope, privilege,
         process::{Life, Process, ProcessError},
-        spawn::Held,
+        spawn::{Family, Held},
     },
     model::{Event, EventKind, Tgid, Tid},
     probes::catalogue::{CATALOGUE, Class, is_ascend_library},
@@ -57,6 +57,9 @@ impl Default for Python {
 
 /// Times that an interpreter may not be understood: one that is just starting up looks like no other.
 const REFUSALS: u32 = 3;
+
+/// Processes named that run on after the command.
+const RELATIVES_NAMED: usize = 10;
 
 /// Processes that ended before they could be looked at, but for their events.
 #[derive(Default)]
@@ -111,7 +114,9 @@ impl Session<'_> {
                 Ok(None)
             }
             Targets::Command(words) => {
-                let held = Held::start(&words, self.config.stdout_is_taken)?;
+                let family = Family::new();
+                let held = Held::start(&words, self.config.stdout_is_taken, &family)?;
+                self.family = Some(family);
                 let tgid = self.config.proc.number_of(held.pid()).map_err(|source| TraceError::Unseen {
                     proc: self.config.proc.root().display().to_string(),
                     source,
@@ -483,8 +488,13 @@ impl Session<'_> {
         }
     }
 
-    /// Whether a process is a child, grandchild, … of a target.
+    /// Whether a process is a child, grandchild, … of a target, or was when its parents lived.
     fn descends(&self, tgid: Tgid) -> bool {
+        self.has_living_ancestor(tgid)
+            || self.family.as_ref().is_some_and(|family| family.has(&self.config.proc, tgid))
+    }
+
+    fn has_living_ancestor(&self, tgid: Tgid) -> bool {
         let mut at = tgid;
         for _ in 0..64 {
             let Some((parent, _)) = self.config.proc.parent_and_session(at) else { return false };
@@ -538,10 +548,45 @@ impl Session<'_> {
     pub(super) fn is_over(&self) -> bool {
         match self.config.targets {
             Targets::All => false,
-            Targets::Command(_) | Targets::Called(_) | Targets::Processes(_) => {
-                self.targets.values().all(|t| t.ended.is_some())
-            }
+            Targets::Command(_) => self.root.is_none_or(|root| !self.is_target(root)),
+            Targets::Called(_) | Targets::Processes(_) => self.targets.values().all(|t| t.ended.is_some()),
         }
+    }
+
+    /// What the command has started that has not ended.
+    pub(super) fn relatives(&self) -> Vec<Tgid> {
+        let Some(family) = &self.family else { return Vec::new() };
+        let proc = &self.config.proc;
+        let mut relatives: Vec<Tgid> = proc.processes();
+        relatives
+            .retain(|tgid| Some(*tgid) != self.root && (self.is_target(*tgid) || family.has(proc, *tgid)));
+        relatives.sort_unstable();
+        relatives
+    }
+
+    /// Says what runs on although the command has ended.
+    pub(super) fn note_relatives(&mut self) {
+        let relatives = self.relatives();
+        if relatives.is_empty() {
+            return;
+        }
+        let one = |tgid: &Tgid| format!("{tgid} ({})", self.config.proc.comm(*tgid));
+        let mut list: Vec<String> = relatives.iter().take(RELATIVES_NAMED).map(one).collect();
+        if let Some(more) = relatives.len().checked_sub(RELATIVES_NAMED).filter(|more| *more > 0) {
+            list.push(format!("{more} more"));
+        }
+        let (processes, run) = match relatives.len() {
+            1 => ("process".to_owned(), "runs"),
+            several => (format!("{several} processes"), "run"),
+        };
+        let pids: Vec<String> =
+            relatives.iter().take(RELATIVES_NAMED).map(|tgid| format!("-p {tgid}")).collect();
+        self.note(format!(
+            "the command has ended, and {processes} that it started {run} on, not traced from here: {}; memscope-trace {} \
+             traces on",
+            list.join(", "),
+            pids.join(" ")
+        ));
     }
 }
 
