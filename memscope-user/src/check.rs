@@ -106,6 +106,11 @@ fn privileges() -> Line {
     }
 }
 
+/// Whether nothing can be tried for want of privileges.
+fn lacks_vital() -> bool {
+    privilege::missing().iter().any(|need| need.is_vital)
+}
+
 fn sysctls() -> Vec<Line> {
     let mut lines = Vec::new();
     // What it means for perf events is found by trying (see `mechanism`).
@@ -132,7 +137,10 @@ fn sysctls() -> Vec<Line> {
             Line::good("yama ptrace_scope", scope.to_string())
         });
     }
-    if let Some(limit) = kernel::locked_memory_limit() {
+    // Without the privileges maps are refused whatever the limit.
+    if !lacks_vital()
+        && let Some(limit) = kernel::locked_memory_limit()
+    {
         lines.push(Line::limited(
             "locked memory",
             format!("{limit} bytes, and this kernel counts BPF maps among it"),
@@ -155,6 +163,14 @@ fn lockdown() -> Option<Line> {
 }
 
 fn programs() -> Line {
+    let subject = "BPF programs";
+    if lacks_vital() {
+        return Line::bad(
+            subject,
+            "not known: whether they load can only be tried with the privileges that are missing",
+            "see what is said of privileges, and check again",
+        );
+    }
     let config = Config {
         ring_bytes: 64 * 1024,
         classes: Default::default(),
@@ -168,33 +184,33 @@ fn programs() -> Line {
     match Attacher::new(config) {
         Ok((attacher, _)) => match (attacher.stacks_refused(), attacher.native_stacks_refused()) {
             (None, None) if attacher.has_late_stacks() => Line::limited(
-                "BPF programs",
+                subject,
                 "load, with ring buffer, Python and native stacks",
                 "Python stacks of a thread are there from a second after its beginning on: the kernel does not describe its \
                  structures (BTF), or lets no program read them (lockdown)",
             ),
-            (None, None) => Line::good("BPF programs", "load, with ring buffer, Python and native stacks"),
+            (None, None) => Line::good(subject, "load, with ring buffer, Python and native stacks"),
             (None, Some(why)) => Line::limited(
-                "BPF programs",
+                subject,
                 "load, with ring buffer and Python stacks; those that take native stacks do not",
                 format!("--call-stack c will bring none: {why}"),
             ),
             (Some(why), _) => Line::limited(
-                "BPF programs",
+                subject,
                 "load, with ring buffer; those that take Python stacks do not",
                 format!("reports will name operators, but no lines of your code: {why}"),
             ),
         },
         Err(e) => Line::bad(
-            "BPF programs",
+            subject,
             e.to_string(),
-            "the ring buffer needs kernel 5.8; else see the other lines",
+            "all that is needed is there from Linux 5.10 on; the other lines may say what stands in the way",
         ),
     }
 }
 
 fn mechanism(features: Features) -> Line {
-    if privilege::missing().iter().any(|need| need.is_vital) {
+    if lacks_vital() {
         return Line::limited(
             "attaching",
             "not known: it takes BPF programs to find out",
@@ -238,6 +254,11 @@ fn mechanism(features: Features) -> Line {
 fn numbers(proc: &Proc) -> Line {
     let subject = "process ids";
     match kernel::own_tgid() {
+        None if lacks_vital() => Line::limited(
+            subject,
+            "not known: it takes BPF programs to find out",
+            "see what is said of privileges, and check again",
+        ),
         None => Line::limited(
             subject,
             "not known",

@@ -540,6 +540,24 @@ fn what_is_malformed_is_named_and_the_rest_is_read() {
     }
 }
 
+/// A row that is cut within its stack is one row, however many lines the stack has.
+#[test]
+fn a_row_whose_stack_is_cut_counts_once() {
+    let (rows, problems) = read_text(concat!(
+        "0,SYSTEM,ACL_INIT,N/A,1,1,1,N/A,N/A,,,\n",
+        "1,MALLOC,PTA,N/A,2,1,1,0,0x10,\"{allocation_id:1,size:8}\",a.py(1): f\n",
+        "b.py(2): g, h\n",
+        "c.py(3): <module>\",\n",
+        "2,MSTX,Mark,good,3,1,1,0,N/A,,,\n",
+        "3,MALLOC,PTA,N/A,4,1,1,0,0x20,\"{allocation_id:2,size:8}\",\"d.py(4): f\n",
+        "e.py(5): g\n",
+    ));
+    assert_eq!(rows.iter().map(|row| row.id).collect::<Vec<_>>(), [0, 2]);
+    let lines: Vec<u64> = problems.first.iter().map(|problem| problem.line).collect();
+    assert_eq!(lines, [3, 7], "{:?}", problems.first);
+    assert_eq!(problems.to_string(), "2 rows could not be read");
+}
+
 #[test]
 fn what_is_no_dump_is_an_error() {
     let dir = tempfile::tempdir().expect("a directory");

@@ -612,7 +612,8 @@ fn an_output_directory_that_cannot_be_is_an_error_at_once() {
     fs::write(&file, "").expect("a file");
     let error = Pipeline::start(config(&file.join("out"))).err().expect("a file is no directory");
     assert!(matches!(&error, OutputError::NotADirectory { part, .. } if *part == file), "{error}");
-    assert!(error.to_string().contains("--output"));
+    let told = memscope::trace::TraceError::from(error).to_string();
+    assert!(told.ends_with("choose another one with --output"), "{told}");
     // Nobody can create files here, root neither.
     let error = Pipeline::start(config(Path::new("/proc/self"))).err().expect("not writable");
     assert!(matches!(error, OutputError::NotWritable { .. }), "{error}");

@@ -812,10 +812,16 @@ fn an_unprivileged_user_is_told_what_is_missing() -> Result<()> {
     let text = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{text}");
     assert!(text.contains("CAP_BPF") && text.contains("CAP_PERFMON") && text.contains("root"), "{text}");
+    assert!(text.contains("does not let memscope-trace use BPF") && !text.contains("BPF map"), "{text}");
     let output = run(&["check"])?;
     let text = String::from_utf8_lossy(&output.stdout);
     assert_eq!(output.status.code(), Some(2), "{text}");
     assert!(text.contains("BAD") && text.contains("CAP_SYS_PTRACE"), "{text}");
+    // Of what can not be tried nothing is said.
+    assert!(
+        !text.contains("counts BPF maps") && !text.contains("5.8") && !text.contains("container"),
+        "{text}"
+    );
     Ok(())
 }
 

@@ -40,6 +40,8 @@ pub enum LoadError {
         "the BPF object in this build can not be read ({0}); run `cargo xtask build-ebpf`, then build again"
     )]
     Object(String),
+    #[error("the kernel does not let memscope-trace use BPF: {source}; {}", advice(source))]
+    Forbidden { source: io::Error },
     #[error("can not create the BPF map {name}: {source}; {}", advice(source))]
     Map { name: String, source: io::Error },
     #[error("can not use the BPF map {name}: {source}")]
@@ -53,7 +55,9 @@ fn advice(error: &io::Error) -> Cow<'static, str> {
         Some(libc::EPERM | libc::EACCES) => privilege::why_refused().into(),
         Some(libc::ENOSYS) => "this kernel is built without BPF".into(),
         Some(libc::ENOMEM) => "the host's memory is used up: try a smaller --ring-size".into(),
-        _ => "`memscope-trace check` says what this kernel lacks".into(),
+        _ => {
+            "it takes Linux 5.10 or later with BPF and uprobes (`memscope-trace check` looks for them)".into()
+        }
     }
 }
 
@@ -188,6 +192,12 @@ impl Loader {
             }
             definitions.insert(name.clone(), map.clone());
             let data = MapData::create(map, &name, None).map_err(|e| match e {
+                // Whichever map is the first.
+                MapError::CreateError { io_error, .. }
+                    if io_error.kind() == io::ErrorKind::PermissionDenied =>
+                {
+                    LoadError::Forbidden { source: io_error }
+                }
                 MapError::CreateError { io_error, .. } => {
                     LoadError::Map { name: name.clone(), source: io_error }
                 }

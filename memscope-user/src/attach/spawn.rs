@@ -43,7 +43,8 @@ const FAMILY: &str = "MEMSCOPE_TRACE_FAMILY";
 pub struct Family(String);
 
 impl Family {
-    pub fn new() -> Self {
+    /// One that there has not been before.
+    pub fn unique() -> Self {
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         Self(format!("{}-{}", std::process::id(), now.as_nanos()))
     }

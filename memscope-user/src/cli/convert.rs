@@ -39,14 +39,20 @@ pub(super) fn run(args: ConvertArgs) -> anyhow::Result<Verdict> {
         stacks,
         max_size: None,
         caller: Caller::of_sudo(),
-    })?;
+    })
+    .map_err(|why| anyhow::anyhow!("{why}; name another directory to write to"))?;
     let input = shown(&args.input);
     let read = each_row(&[args.input], |numbered| writer.write(&numbered.row))?;
     anyhow::ensure!(read.rows > 0, "{input} has no row that can be read: nothing was written");
     let mut failed = None;
     for file in writer.finish() {
         print(format_args!("{}: {}\n", shown(&file.path), units::count_of(file.rows, "row")))?;
-        failed = failed.or(file.failure.map(|why| anyhow::anyhow!("{}: {why}", file.path.display())));
+        failed = failed.or(file.failure.map(|why| {
+            let (path, missing) = (shown(&file.path), units::count_of(file.missing_rows, "row"));
+            anyhow::anyhow!(
+                "{path}: {why}; missing: {missing}. Free some space or name another directory to write to, and convert again"
+            )
+        }));
     }
     failed.map_or(Ok(Verdict::Fine), Err)
 }

@@ -32,15 +32,12 @@ pub(super) fn each_row(paths: &[PathBuf], mut row: impl FnMut(&NumberedRow)) -> 
     }
     let unread = problems.total;
     if unread > 0 {
-        tracing::warn!(
-            "{} could not be read: what follows rests on the other {}",
-            units::count_of(unread, "row"),
-            units::count(count)
-        );
+        tracing::warn!("{problems}: what follows rests on the other {}", units::count_of(count, "row"));
     }
+    let missing = (unread > 0).then(|| problems.to_string());
     let notes: Vec<String> = rows.overlaps().iter().map(ToString::to_string).collect();
     notes.iter().for_each(|note| tracing::warn!("{note}"));
-    Ok(Read { rows: count, unread, notes })
+    Ok(Read { rows: count, unread, missing, notes })
 }
 
 /// The beginnings of steps that operators tell of in a dump, by process.
@@ -114,12 +111,10 @@ pub(super) fn document(paths: &[PathBuf], online: &mut Online) -> anyhow::Result
     })?;
     online.finish(|_, _, _| {});
     let shown: Vec<_> = paths.iter().map(|path| shown(path)).collect();
-    let reason =
-        (read.unread > 0).then(|| format!("{} could not be read", units::count_of(read.unread, "row")));
     let trace = Trace {
         offline: true,
         events: Events { received: read.rows, lost },
-        dump: Some(Dump { path: shown.join(" "), complete: read.unread == 0, reason }),
+        dump: Some(Dump { path: shown.join(" "), complete: read.unread == 0, reason: read.missing }),
         notes: read.notes,
         ..Trace::default()
     };
@@ -132,6 +127,8 @@ pub(super) struct Read {
     pub rows: u64,
     /// Rows, or ends of files, that could not be read.
     pub unread: u64,
+    /// The same in words.
+    pub missing: Option<String>,
     /// Files that are not independent of each other.
     pub notes: Vec<String>,
 }
@@ -141,6 +138,8 @@ impl Read {
     pub fn and(mut self, other: Self) -> Self {
         self.rows += other.rows;
         self.unread += other.unread;
+        let missing = [self.missing.take(), other.missing].into_iter().flatten().collect::<Vec<_>>();
+        self.missing = (!missing.is_empty()).then(|| missing.join("; "));
         self.notes.extend(other.notes);
         self
     }

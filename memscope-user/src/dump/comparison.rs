@@ -14,7 +14,7 @@ use super::writer::make_dated;
 
 #[derive(Debug, thiserror::Error)]
 pub enum ComparisonError {
-    #[error(transparent)]
+    #[error("{0}; choose another one with --output")]
     Output(#[from] OutputError),
     #[error("cannot write {}: {source}; free some space or choose another directory with --output", .path.display())]
     Write { path: PathBuf, source: io::Error },

@@ -21,15 +21,15 @@ const MAX_LINKS: usize = 40;
 
 #[derive(Debug, thiserror::Error)]
 pub enum OutputError {
-    #[error("cannot create output directory {}: {source}; choose another one with --output", .path.display())]
+    #[error("cannot create output directory {}: {source}", .path.display())]
     Create { path: PathBuf, source: io::Error },
-    #[error("cannot write to output directory {}: {source}; choose another one with --output", .path.display())]
+    #[error("cannot write to output directory {}: {source}", .path.display())]
     NotWritable { path: PathBuf, source: io::Error },
-    #[error("output directory {}: {} is not a directory; choose another one with --output", .path.display(), .part.display())]
+    #[error("output directory {}: {} is not a directory", .path.display(), .part.display())]
     NotADirectory { path: PathBuf, part: PathBuf },
     #[error(
         "output directory {}: {} is a symbolic link that user {owner} made in a directory where others may write, \
-         and is not followed; give its target with --output if it is the right place",
+         and is not followed; give its target if it is the right place",
         .path.display(), .part.display()
     )]
     UntrustedLink { path: PathBuf, part: PathBuf, owner: u32 },

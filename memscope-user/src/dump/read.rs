@@ -110,6 +110,10 @@ impl Problem {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Problems {
     pub total: u64,
+    /// Those of them that are not about a row but about where the reading of a file ends.
+    pub ends: u64,
+    /// Those that say how many rows had gone before the trace ended.
+    pub removals: u64,
     /// The first of them.
     pub first: Vec<Problem>,
 }
@@ -117,9 +121,36 @@ pub struct Problems {
 impl Problems {
     fn add(&mut self, problem: Problem) {
         self.total += 1;
+        match problem.kind {
+            ProblemKind::Row(_) => {}
+            ProblemKind::Io(_) => self.ends += 1,
+            ProblemKind::Removed { .. } => self.removals += 1,
+        }
         if self.first.len() < PROBLEMS_KEPT {
             self.first.push(problem);
         }
+    }
+}
+
+/// What is missing, in short.
+impl fmt::Display for Problems {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Problems { total, ends, removals, .. } = *self;
+        let rows = total.saturating_sub(ends + removals);
+        let mut parts = Vec::new();
+        if rows > 0 {
+            parts.push(format!("{} could not be read", units::count_of(rows, "row")));
+        }
+        if ends > 0 {
+            let files = units::count_of(ends, "file");
+            parts
+                .push(format!("reading ended early in {files}, of which the rest, however much, is missing"));
+        }
+        if removals > 0 {
+            let files = units::count_of(removals, "capture");
+            parts.push(format!("the oldest rows of {files} had to go for --max-size"));
+        }
+        f.write_str(&parts.join("; "))
     }
 }
 

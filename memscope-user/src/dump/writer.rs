@@ -84,7 +84,7 @@ impl FileReport {
 }
 
 #[derive(Debug, Clone, thiserror::Error, Serialize)]
-#[error("cannot {action}: {reason}; free some space or choose another directory with --output")]
+#[error("cannot {action}: {reason}")]
 pub struct WriteFailure {
     /// What was tried: `write`, `create the file`, `create the directory`.
     pub action: &'static str,
@@ -419,10 +419,7 @@ impl Table {
 
     fn stop(&mut self, stopped: Stopped) {
         let Stopped { reason, name, lost_rows, removed_rows, bytes } = stopped;
-        tracing::warn!(
-            "{}: {reason}; the dump of this device ends here, tracing goes on",
-            self.path.display()
-        );
+        tracing::warn!("{}: {reason}; this file ends here", self.path.display());
         self.rows -= lost_rows + removed_rows;
         self.missing_rows += lost_rows;
         self.removed_rows = removed_rows;

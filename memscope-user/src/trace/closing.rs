@@ -69,7 +69,10 @@ impl Session<'_> {
         let removed: u64 = summary.files.iter().map(|file| file.removed_rows).sum();
         let failure = summary.files.iter().find_map(|file| file.failure.as_ref());
         let reason = if let Some(why) = failure {
-            Some(format!("{why}; missing: {}", units::count_of(missing, "row")))
+            Some(format!(
+                "{why}; free some space or choose another directory with --output; missing: {}",
+                units::count_of(missing, "row")
+            ))
         } else if summary.dropped_rows > 0 {
             let dropped = units::were(summary.dropped_rows, "row");
             Some(format!("{dropped} dropped: the disk could not keep up"))

@@ -79,7 +79,7 @@ pub enum TraceError {
     Spawn(#[from] SpawnError),
     #[error("{proc} does not show the command that was started: {source}")]
     Unseen { proc: String, source: io::Error },
-    #[error(transparent)]
+    #[error("{0}; choose another one with --output")]
     Output(#[from] OutputError),
     #[error(
         "process {tgid} ({command}) has no Ascend library mapped: looked for {wanted} in {files} mapped files. \

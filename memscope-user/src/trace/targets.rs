@@ -114,7 +114,7 @@ impl Session<'_> {
                 Ok(None)
             }
             Targets::Command(words) => {
-                let family = Family::new();
+                let family = Family::unique();
                 let held = Held::start(&words, self.config.stdout_is_taken, &family)?;
                 self.family = Some(family);
                 let tgid = self.config.proc.number_of(held.pid()).map_err(|source| TraceError::Unseen {

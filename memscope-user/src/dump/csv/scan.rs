@@ -115,6 +115,9 @@ impl<R: Read> Lines<R> {
             }
             Err(error) => {
                 self.skip_line()?;
+                while self.is_rest_of_row()? {
+                    self.skip_line()?;
+                }
                 Ok(Some((line, Err(error))))
             }
         }
@@ -132,6 +135,22 @@ impl<R: Read> Lines<R> {
                 _ => return,
             }
             self.line += 1;
+        }
+    }
+
+    /// Whether the next line, after a malformed row, is one of its stack: neither a row nor the beginning of one.
+    fn is_rest_of_row(&mut self) -> io::Result<bool> {
+        loop {
+            let text = self.rest();
+            let digits = text.iter().take_while(|byte| byte.is_ascii_digit()).count();
+            let is_read = self.at_end || memchr(b'\n', text).is_some() || text.len() >= MAX_ROW;
+            if !is_read {
+                self.fill()?;
+                continue;
+            }
+            let is_blank = matches!(text, [] | [b'\n', ..] | [b'\r', b'\n', ..]);
+            let begins_row = digits > 0 && text.get(digits) == Some(&b',');
+            return Ok(!is_blank && !begins_row && split(text, true).is_err());
         }
     }
 
