@@ -453,6 +453,43 @@ fn rows_say_what_the_ledger_knows() {
     );
 }
 
+/// The driver frees all its memory by one function; whose it was is known by the block.
+#[test]
+fn frees_of_pinned_memory_are_in_its_file_alone() {
+    let event = |time, kind| Event { time: Nanos(time), tgid: Tgid(77), tid: Tid(78), kind };
+    let alloc = |pool, device, ptr| {
+        let (totals, driver, stack) = (None, None, None);
+        EventKind::Alloc(Alloc { pool, device, ptr: DevicePtr(ptr), size: 64, totals, driver, stack })
+    };
+    let free = |ptr| {
+        EventKind::Free(Free { pool: Pool::Hal, device: None, ptr: DevicePtr(ptr), size: None, totals: None })
+    };
+    let mut ledger = Ledger::default();
+    let mut rows = Vec::new();
+    for event in [
+        event(1, alloc(Pool::Hal, Some(DeviceId(0)), 0x1000)),
+        event(2, alloc(Pool::Host, None, 0x2000)),
+        event(3, free(0x2000)),
+        event(4, free(0x1000)),
+    ] {
+        let change = ledger.apply(&event);
+        rows_of(&event, &change, &ledger, |row| rows.push(row));
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let reports = write(dir.path(), rows);
+    let [device, cpu] = reports.as_slice() else { panic!("two files, not {reports:?}") };
+    let cells = |path: &Path| -> Vec<String> {
+        let lines = lines(path);
+        lines
+            .iter()
+            .skip(1)
+            .map(|line| [1, 2, 7].map(|column| peer_cells(line)[column].clone()).join(" "))
+            .collect()
+    };
+    assert_eq!(cells(&device.path), ["MALLOC HAL 0", "FREE HAL 0"]);
+    assert_eq!(cells(&cpu.path), ["MALLOC HOST_PINNED cpu", "FREE HOST_PINNED cpu"]);
+}
+
 #[test]
 fn two_traces_of_one_process_keep_apart() {
     let dir = tempfile::tempdir().expect("a directory");

@@ -167,6 +167,10 @@ pub fn rows_of(event: &Event, change: &Change, ledger: &Ledger, mut put: impl Fn
             }
         }
         Change::Freed(block) => {
+            // The driver frees all its memory by one function, which does not say whose it is.
+            if let Fact::Event(EventKind::Free(free)) = &mut row.fact {
+                free.pool = block.pool;
+            }
             row.device = block.device;
             row.allocation_id = Some(block.id);
             row.size = Some(block.size);

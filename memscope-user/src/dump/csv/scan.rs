@@ -354,8 +354,8 @@ mod tests {
                     (5, good.clone()),
                     (6, Err(SplitError::TooManyCells)),
                     (7, good.clone()),
+                    // With what is left of its stack.
                     (8, Err(SplitError::OpenQuote(11))),
-                    (9, Err(SplitError::Cells(1))),
                     (10, good.clone()),
                     (11, Err(SplitError::CutOff)),
                 ],
