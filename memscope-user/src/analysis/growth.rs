@@ -155,7 +155,8 @@ impl Series {
         if self.ends < ENDS_MIN || self.rises < RISES_MIN || common <= 0.0 || of_t <= 0.0 || of_y <= 0.0 {
             return None;
         }
-        let quiet = (first_step + self.ends - 1).saturating_sub(self.record);
+        let last_step = first_step + self.ends - 1;
+        let quiet = last_step.saturating_sub(self.record);
         if quiet >= QUIET_MIN.max(self.pause.saturating_mul(3)) {
             return None;
         }
@@ -167,7 +168,7 @@ impl Series {
             first_bytes,
             last_bytes: self.last,
             first_step: StepId(first_step),
-            last_step: StepId(first_step + self.ends - 1),
+            last_step: StepId(last_step),
             rises: self.rises,
             fit: fit.min(1.0),
         })
