@@ -167,7 +167,9 @@ enum End {
     /// Alive, or over with its process, reset or finalize: judged when so many steps had ended.
     Judged { at: usize, ended: u32 },
     /// Steps that had ended.
-    Freed { at: usize, ended: u32 },
+    Freed { at: usize, ended: u32, in_range: bool },
+    /// Freed, and then the program ended without another allocation.
+    Tidied { at: usize, ended: u32, last_allocation: usize },
     /// Its free was lost.
     Replaced,
 }
@@ -184,22 +186,38 @@ fn class(size: u64) -> (u32, u64) {
 fn lives(events: &[Event]) -> BTreeMap<AllocationId, Life> {
     let mut ledger = Ledger::new(StepRule::default());
     let mut lives: BTreeMap<AllocationId, Life> = BTreeMap::new();
+    let mut last_allocation = 0;
     for (at, event) in events.iter().enumerate() {
         let change = ledger.apply(event);
         let process = ledger.process(PID).unwrap_or_else(|| panic!("had an event"));
         let ended = process.steps().last_ended().0;
-        let mut finish = |id: AllocationId, end: End| {
+        let finish = |lives: &mut BTreeMap<AllocationId, Life>, id: AllocationId, end: End| {
             if let Some(life) = lives.get_mut(&id)
                 && !matches!(life.end, End::Judged { at, .. } if at < usize::MAX)
             {
                 life.end = end;
             }
         };
+        // Freed late in no step's range, and nothing was allocated since.
+        let tidied = |lives: &mut BTreeMap<AllocationId, Life>, of: &dyn Fn(&Life) -> bool| {
+            for life in lives.values_mut().filter(|life| of(life) && life.step >= 1) {
+                if let End::Freed { at, ended, in_range: false } = life.end
+                    && at > last_allocation
+                    && ended > life.step
+                {
+                    life.end = End::Tidied { at, ended, last_allocation };
+                }
+            }
+        };
+        let in_range = process.steps().in_range();
         match &change {
-            Change::Freed(block) if block.pool == Pool::Pta => finish(block.id, End::Freed { at, ended }),
+            Change::Freed(block) if block.pool == Pool::Pta => {
+                finish(&mut lives, block.id, End::Freed { at, ended, in_range })
+            }
             Change::Allocated { block, replaced } => {
+                last_allocation = at;
                 if let Some(old) = replaced.as_ref().filter(|old| old.pool == Pool::Pta) {
-                    finish(old.id, End::Replaced);
+                    finish(&mut lives, old.id, End::Replaced);
                 }
                 let block = process.block(*block).unwrap_or_else(|| panic!("just allocated"));
                 if block.pool == Pool::Pta {
@@ -217,9 +235,11 @@ fn lives(events: &[Event]) -> BTreeMap<AllocationId, Life> {
                     lives.insert(block.id, life);
                 }
             }
+            Change::Reset { device, .. } => tidied(&mut lives, &|life| life.device == Some(*device)),
             Change::Finalized => {
+                tidied(&mut lives, &|_| true);
                 let alive: Vec<_> = process.blocks().map(|block| block.id).collect();
-                alive.into_iter().for_each(|id| finish(id, End::Judged { at, ended }));
+                alive.into_iter().for_each(|id| finish(&mut lives, id, End::Judged { at, ended }));
             }
             _ => {}
         }
@@ -274,36 +294,49 @@ proptest! {
             unknown |= matches!(change, Change::UnknownFree { size: Some(_), .. });
         }
         prop_assert!(!unknown);
+        online.finish(|_, _, _| {});
         let Some(process) = online.ledger.process(PID) else { return Ok(()) };
         let Some(leaks) = online.leaks.as_ref() else { panic!("asked for") };
 
         let alike_in_size = |judged: &Life, other: &Life| {
             judged.device == other.device && (judged.asked_class..=judged.class).contains(&other.class)
         };
+        // Whether it was held so many steps longer than its like, of what was freed by then.
+        let outlives = |life: &Life, ended: u32, at: usize, freed: &dyn Fn(&Life) -> Option<(usize, u32)>| {
+            let longest_of = |counts: &dyn Fn(&Life) -> bool| {
+                let others = lives.values().filter(|other| counts(other));
+                let held = others.filter_map(|other| Some((freed(other)?, other.step)));
+                held.filter(|((when, _), _)| *when < at).map(|((_, ended), step)| ended.saturating_sub(step)).max()
+            };
+            // Where its like was never freed late, blocks of the first step tell, whatever their operator.
+            let like = longest_of(&|other| other.step >= 1 && alike_in_size(life, other) && life.op == other.op);
+            let longest = like
+                .filter(|longest| *longest > 0)
+                .or_else(|| longest_of(&|other| other.step == 1 && alike_in_size(life, other)));
+            life.step >= 2 && ended > life.step && ended - life.step > longest.unwrap_or(0)
+        };
+        let in_turn = |life: &Life| match life.end {
+            End::Freed { at, ended, .. } => Some((at, ended)),
+            _ => None,
+        };
+        let held_to_the_end = |life: &Life| match life.end {
+            End::Tidied { ended, last_allocation, .. } => outlives(life, ended, last_allocation + 1, &in_turn),
+            _ => false,
+        };
+        let freed = |life: &Life| match life.end {
+            End::Freed { at, ended, .. } => Some((at, ended)),
+            End::Tidied { at, ended, .. } if !held_to_the_end(life) => Some((at, ended)),
+            _ => None,
+        };
         let leaked: BTreeSet<AllocationId> = lives
             .iter()
-            .filter_map(|(id, life)| match life.end {
-                End::Judged { at, ended } if life.step >= 2 && ended > life.step => {
-                    let longest_of = |counts: &dyn Fn(&Life) -> bool| {
-                        let held = lives.values().filter(|other| counts(other)).filter_map(|other| match other.end {
-                            End::Freed { at: freed, ended } if freed < at => Some(ended.saturating_sub(other.step)),
-                            _ => None,
-                        });
-                        held.max().unwrap_or(0)
-                    };
-                    // Where its like was never freed late, blocks of the first step tell, whatever their operator.
-                    let longest = match longest_of(&|other| other.step >= 1 && alike_in_size(life, other) && life.op == other.op) {
-                        0 => longest_of(&|other| {
-                            other.step == 1 && alike_in_size(life, other)
-                        }),
-                        longest => longest,
-                    };
-                    (ended - life.step > longest).then_some(*id)
-                }
-                _ => None,
+            .filter(|(_, life)| match life.end {
+                End::Judged { at, ended } => outlives(life, ended, at, &freed),
+                _ => held_to_the_end(life),
             })
+            .map(|(id, _)| *id)
             .collect();
-        let excused_by_older = lives.values().any(|life| life.step == 0 && matches!(life.end, End::Freed { ended: 1.., .. }));
+        let excused_by_older = lives.values().any(|life| life.step == 0 && matches!(life.end, End::Freed { ended: 1.., .. } | End::Tidied { .. }));
         let found: BTreeSet<AllocationId> = leaks
             .verdicts(0, process)
             .leaks
@@ -324,6 +357,7 @@ proptest! {
         for event in &events {
             online.apply(event);
         }
+        online.finish(|_, _, _| {});
         let document = memscope::report::document::Document::new(Default::default(), &online);
         let text = memscope::report::terminal::render(&document, false, false);
         prop_assert!(!text.is_empty() && text.lines().all(|line| !line.chars().any(char::is_control)));

@@ -1,7 +1,9 @@
 //! Which blocks leak: held over steps and never freed.
 //!
 //! A block is judged by the step k it was allocated in, when the trace ends, or before that when its process
-//! ends, finalizes CANN or resets its device (what is freed from then on is tidied up: nobody waits for it).
+//! ends, finalizes CANN or resets its device. What is freed from then on is tidied up: nobody waits for it. And
+//! what was freed just before, in no step's range and with no allocation after it, was held until then: whether an
+//! interpreter drops the variables of its functions before it finalizes CANN, or after, says nothing of the program.
 //!
 //! - k < 2: never a leak. What comes before the first whole step and in it is warm-up.
 //! - No step after k has ended: not judged, for no later step can have shown whether the block is needed.
@@ -136,6 +138,8 @@ pub struct Late {
     pub freed: Nanos,
     /// The step in which it was freed.
     pub freed_step: StepId,
+    /// Steps later than its own that had ended by then.
+    later: u32,
 }
 
 /// Late blocks of a kind.
@@ -203,6 +207,8 @@ pub struct Leaks {
     processes: Vec<Watched>,
     /// Of which steps late blocks are told.
     shown: StepSet,
+    /// Some process may have a [`Watched::tail`].
+    has_tails: bool,
 }
 
 /// Later steps that had ended when blocks of a kind were freed: the most.
@@ -243,6 +249,8 @@ struct Watched {
     warm: Held,
     late: FxHashMap<Like, LateGroup>,
     largest_late: BinaryHeap<Reverse<BySize>>,
+    /// Freed late, and nothing was allocated since.
+    tail: Vec<Late>,
     /// Blocks judged before the trace ended.
     judged: Vec<(Block, Verdict)>,
     /// The last block that was allocated when judgement was passed on all blocks.
@@ -355,13 +363,32 @@ impl Analysis for Leaks {
             // Nearly all blocks are freed before the next step has ended.
             Change::Freed(block) => {
                 if let Some(process) = ledger.process(event.tgid)
-                    && later_steps(block, process) > 0
+                    && let later @ 1.. = later_steps(block, process)
+                    && block.belongs_to_program()
                     && let shown = self.shown.contains(block.step)
                     && let Some(watched) = self.watch(event.tgid, ledger)
                     && block.id > watched.judged_to
                 {
-                    watched.freed_late(block, event.time, process, shown);
+                    let steps = process.steps();
+                    let (freed, freed_step) = (event.time, steps.current());
+                    if block.step < WARM_UP {
+                        watched.freed_old(block.pool, block.device, block.size, process);
+                        return;
+                    }
+                    let late = Late { block: block.clone(), freed, freed_step, later };
+                    if steps.in_range() {
+                        watched.freed_late(late, shown);
+                    } else {
+                        watched.tail.push(late);
+                        self.has_tails = true;
+                    }
                 }
+            }
+            Change::Allocated { .. } if self.has_tails => {
+                if let Some(position) = ledger.position(event.tgid) {
+                    self.end_tail(position);
+                }
+                self.has_tails = self.processes.iter().any(|watched| !watched.tail.is_empty());
             }
             Change::UnknownFree { pool, device, size: Some(size) } => {
                 if let Some(process) = ledger.process(event.tgid)
@@ -371,11 +398,25 @@ impl Analysis for Leaks {
                     watched.freed_old(*pool, *device, *size, process);
                 }
             }
-            Change::Reset { blocks, .. } | Change::Ended { blocks, .. } => {
+            Change::Reset { device, blocks } => {
+                let shown = self.shown.clone();
                 if let Some(process) = ledger.process(event.tgid)
                     && let Some(watched) = self.watch(event.tgid, ledger)
                 {
-                    watched.judge_for_good(blocks, process);
+                    watched.judge_for_good(
+                        blocks,
+                        |late| late.block.device == Some(*device),
+                        process,
+                        &shown,
+                    );
+                }
+            }
+            Change::Ended { blocks, .. } => {
+                let shown = self.shown.clone();
+                if let Some(process) = ledger.process(event.tgid)
+                    && let Some(watched) = self.watch(event.tgid, ledger)
+                {
+                    watched.judge_for_good(blocks, |_| true, process, &shown);
                 }
             }
             Change::StepsRetracted => {
@@ -384,10 +425,11 @@ impl Analysis for Leaks {
                 }
             }
             Change::Finalized => {
+                let shown = self.shown.clone();
                 if let Some(process) = ledger.process(event.tgid)
                     && let Some(watched) = self.watch(event.tgid, ledger)
                 {
-                    watched.judge_for_good(process.blocks(), process);
+                    watched.judge_for_good(process.blocks(), |_| true, process, &shown);
                     watched.judged_to = process.last_id();
                 }
             }
@@ -408,6 +450,19 @@ impl Leaks {
         self.processes.get(position).unwrap_or(&unwatched).verdicts(process)
     }
 
+    /// What was freed last counts as freed: the program goes on, or the trace ends before it does.
+    pub fn finish(&mut self) {
+        (0..self.processes.len()).for_each(|position| self.end_tail(position));
+    }
+
+    fn end_tail(&mut self, position: usize) {
+        let Some(watched) = self.processes.get_mut(position) else { return };
+        for late in std::mem::take(&mut watched.tail) {
+            let shown = self.shown.contains(late.block.step);
+            watched.freed_late(late, shown);
+        }
+    }
+
     fn watch(&mut self, tgid: Tgid, ledger: &Ledger) -> Option<&mut Watched> {
         let position = ledger.position(tgid)?;
         if self.processes.len() <= position {
@@ -418,44 +473,36 @@ impl Leaks {
 }
 
 impl Watched {
-    fn freed_late(&mut self, block: &Block, freed: Nanos, process: &Process, shown: bool) {
-        if !block.belongs_to_program() {
-            return;
-        }
-        if block.step < WARM_UP {
-            self.freed_old(block.pool, block.device, block.size, process);
-            return;
-        }
-        let later = later_steps(block, process);
-        self.freed_late.note(Like::of(block), later);
+    fn freed_late(&mut self, late: Late, shown: bool) {
+        let Late { block, later, .. } = &late;
+        self.freed_late.note(Like::of(block), *later);
         if let Some(call) = Call::of(block)
             && (self.freed_late_of.len() < LIKES_MAX || self.freed_late_of.contains_key(&call))
         {
             let held = self.freed_late_of.entry(call).or_default();
-            *held = later.max(*held);
+            *held = (*later).max(*held);
         }
         if block.step == WARM_UP {
-            self.warm.note(Like::of(block).of_any_op(), later);
+            self.warm.note(Like::of(block).of_any_op(), *later);
         }
         if block.step == WARM_UP || is_kept_for_use(block.pool) {
             return;
         }
 
-        let freed_step = process.steps().current();
         let like = bounded(Like::of(block), &self.late);
         let group = self.late.entry(like).or_insert_with(|| LateGroup::new(block.step));
         group.recurs |= group.begun != block.step;
         if !shown {
             return;
         }
-        group.add(block, freed_step);
+        group.add(block, late.freed_step);
 
         let full = self.largest_late.len() == LATE_KEPT;
         if !full || self.largest_late.peek().is_some_and(|least| least.0.0.block.size < block.size) {
             if full {
                 self.largest_late.pop();
             }
-            self.largest_late.push(Reverse(BySize(Late { block: block.clone(), freed, freed_step })));
+            self.largest_late.push(Reverse(BySize(late)));
         }
     }
 
@@ -463,24 +510,41 @@ impl Watched {
         self.old.entry((pool, device, size_class(size))).or_default().freed(process);
     }
 
-    /// Passes judgement on blocks that nothing will be heard of any more.
-    fn judge_for_good<'a>(&mut self, blocks: impl IntoIterator<Item = &'a Block>, process: &Process) {
+    /// Passes judgement on blocks that nothing will be heard of any more, and on what was freed last.
+    fn judge_for_good<'a>(
+        &mut self,
+        blocks: impl IntoIterator<Item = &'a Block>,
+        of_tail: impl Fn(&Late) -> bool,
+        process: &Process,
+        shown: &StepSet,
+    ) {
+        let tail: Vec<Late> = self.tail.extract_if(.., |late| of_tail(late)).collect();
         let blocks: Vec<&Block> = blocks.into_iter().collect();
-        let classes = Classes::of(blocks.iter().copied());
+        let classes = Classes::of(blocks.iter().copied().chain(tail.iter().map(|late| &late.block)));
+        let (held, in_turn) = tail.into_iter().partition::<Vec<_>, _>(|late| {
+            self.judge(&late.block, late.later, process, &classes) == Some(Verdict::Leak)
+        });
+        for late in in_turn {
+            let shown = shown.contains(late.block.step);
+            self.freed_late(late, shown);
+        }
         let judged: Vec<_> = blocks
             .into_iter()
             .filter(|block| block.id > self.judged_to)
-            .filter_map(|block| Some((block.clone(), self.judge(block, process, &classes)?)))
+            .filter_map(|block| {
+                let verdict = self.judge(block, later_steps(block, process), process, &classes)?;
+                Some((block.clone(), verdict))
+            })
+            .chain(held.into_iter().map(|late| (late.block, Verdict::Leak)))
             .collect();
         self.judged.extend(judged);
     }
 
     /// `None` for blocks that are in order.
-    fn judge(&self, block: &Block, process: &Process, classes: &Classes) -> Option<Verdict> {
+    fn judge(&self, block: &Block, later: u32, process: &Process, classes: &Classes) -> Option<Verdict> {
         if block.step <= WARM_UP || !block.belongs_to_program() {
             return None;
         }
-        let later = later_steps(block, process);
         if later == 0 {
             return Some(Verdict::NotJudged(Reason::LastStep));
         }
@@ -509,10 +573,9 @@ impl Watched {
 
     fn verdicts(&self, process: &Process) -> Verdicts {
         let classes = Classes::of(process.blocks());
-        let alive = process
-            .blocks()
-            .filter(|block| block.id > self.judged_to)
-            .filter_map(|block| Some((block.clone(), self.judge(block, process, &classes)?)));
+        let alive = process.blocks().filter(|block| block.id > self.judged_to).filter_map(|block| {
+            Some((block.clone(), self.judge(block, later_steps(block, process), process, &classes)?))
+        });
         let mut judged: Vec<(Block, Verdict)> = self.judged.iter().cloned().chain(alive).collect();
         judged.sort_unstable_by_key(|(block, _)| block.id);
 

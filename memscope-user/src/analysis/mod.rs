@@ -104,6 +104,9 @@ impl Online {
     /// Lets go of everything, for no more is to come.
     pub fn finish(&mut self, seen: impl FnMut(&Event, &Change, &Ledger)) {
         self.pass(StepInference::flush, seen);
+        if let Some(leaks) = &mut self.leaks {
+            leaks.finish();
+        }
         if let Some(inefficient) = &mut self.inefficient {
             inefficient.finish(&mut |_| {});
         }

@@ -708,7 +708,7 @@ fn device(memory: &DeviceMemory, process: &Process, program: u32, verdicts: &mut
     device.late = verdicts
         .late
         .extract_if(.., |(late, _)| late.block.device == memory.device)
-        .map(|(Late { block, freed, freed_step }, pattern)| BlockFacts {
+        .map(|(Late { block, freed, freed_step, .. }, pattern)| BlockFacts {
             freed_step: Some(freed_step),
             freed_ns: Some(freed),
             ..BlockFacts::new(&block, pattern, pid)

@@ -8,6 +8,7 @@ fn online(script: &Script) -> Online {
     for event in &script.events {
         online.apply(event);
     }
+    online.finish(|_, _, _| {});
     online
 }
 
@@ -45,6 +46,63 @@ fn what_a_later_step_leaves_alive_is_a_leak() {
     let verdicts = verdicts(&script);
     assert_eq!(leaks(&verdicts), [(0x2000, 2, Recurring), (0x4000, 4, Recurring)]);
     assert!(verdicts.not_judged.is_empty() && verdicts.late.is_empty(), "{verdicts:?}");
+}
+
+/// An interpreter drops the variables of functions that have returned before it finalizes CANN, and others after.
+#[test]
+fn what_is_freed_last_was_held_to_the_end() {
+    let steps = |script: &mut Script| {
+        for step in 1..=6 {
+            script.step(|s| {
+                s.alloc(0x1000 * step, MIB);
+            });
+        }
+        // The last one has no later step.
+        script.step(|_| {});
+    };
+    let tidy = |script: &mut Script| {
+        (1..=6).for_each(|step| {
+            script.free(0x1000 * step);
+        });
+    };
+    let mut never_freed = Script::new();
+    steps(&mut never_freed);
+    never_freed.push(MAIN, EventKind::Exit);
+    let wanted = leaks(&verdicts(&never_freed));
+    assert_eq!(wanted.len(), 5, "but for the warm-up");
+    let (reset, finalized) = (EventKind::DeviceReset { device: DeviceId(0) }, EventKind::AclFinalize);
+    for ends in [vec![reset.clone(), finalized.clone()], vec![reset], vec![finalized], vec![]] {
+        for tidied_first in [true, false] {
+            let mut script = Script::new();
+            steps(&mut script);
+            if tidied_first {
+                tidy(&mut script);
+            }
+            ends.iter().for_each(|end| {
+                script.push(MAIN, end.clone());
+            });
+            if !tidied_first {
+                tidy(&mut script);
+            }
+            script.push(MAIN, EventKind::Exit);
+            let verdicts = verdicts(&script);
+            assert_eq!(leaks(&verdicts), wanted, "{ends:?}, {tidied_first}");
+            assert!(verdicts.late.is_empty());
+        }
+    }
+
+    let mut goes_on = Script::new();
+    steps(&mut goes_on);
+    tidy(&mut goes_on);
+    goes_on.alloc(0x90_0000, MIB).free(0x90_0000).push(MAIN, EventKind::AclFinalize);
+    let mut is_traced_no_longer = Script::new();
+    steps(&mut is_traced_no_longer);
+    tidy(&mut is_traced_no_longer);
+    for script in [goes_on, is_traced_no_longer] {
+        let verdicts = verdicts(&script);
+        assert_eq!(leaks(&verdicts), []);
+        assert_eq!(verdicts.late.len(), 5, "but for the warm-up");
+    }
 }
 
 #[test]

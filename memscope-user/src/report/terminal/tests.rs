@@ -14,6 +14,7 @@ fn document(events: &[Event], trace: Trace) -> Document {
     for event in events {
         online.apply(event);
     }
+    online.finish(|_, _, _| {});
     Document::new(trace, &online)
 }
 
@@ -157,6 +158,7 @@ fn showing(events: &[Event], steps: StepSet) -> Document {
     for event in events {
         online.apply(event);
     }
+    online.finish(|_, _, _| {});
     Document::new(Trace::default(), &online)
 }
 
