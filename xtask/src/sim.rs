@@ -347,7 +347,7 @@ impl Build<'_> {
     /// Builds one target of a package and gives the file.
     fn cargo(&self, package: &str, target: &[&str], arguments: &[String]) -> Result<PathBuf, Error> {
         let mut command = cargo();
-        command.args(["rustc", "--quiet", "--release", "--package", package]);
+        command.args(["rustc", "--quiet", "--profile", "cann", "--package", package]);
         command.arg("--message-format=json-render-diagnostics").args(target);
         if let Some(triple) = self.target {
             let variable = format!("CARGO_TARGET_{}_LINKER", triple.to_uppercase().replace('-', "_"));
