@@ -9,7 +9,8 @@
 //! - No step after k has ended: not judged, for no later step can have shown whether the block is needed.
 //! - Blocks of its like were freed late, after up to d later steps had ended: it is a leak only when more
 //!   than d later steps have ended; until then it is young, and not judged. So nothing of a steady ring of
-//!   batches is a leak, wherever the trace ends. (See [`Old`] for what frees of older blocks say of d.)
+//!   batches is a leak, wherever the trace ends. (See [`Old`] and [`HeldByCall::longest`] for what frees of older blocks
+//!   say of d.)
 //! - Else it is a leak.
 //!
 //! Alike are blocks of one pool, device, size class (four to a power of two), operator, and place in the program
@@ -26,7 +27,7 @@
 //! in three steps at least and in half of all steps that were judged.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeSet, BinaryHeap};
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
@@ -44,6 +45,9 @@ const WARM_UP: StepId = StepId(1);
 
 /// Late blocks that are kept one by one, per process: the largest.
 const LATE_KEPT: usize = 1000;
+
+/// Steps at the beginning of a trace of which not all blocks were seen, or none is judged.
+const CUT_STEPS: u32 = 2;
 
 /// Kinds of blocks that are told apart. Operator names come from the target; past this many, blocks are
 /// alike whatever their operator.
@@ -242,7 +246,7 @@ impl Held {
 struct Watched {
     freed_late: Held,
     /// The same by the call that wanted them.
-    freed_late_of: FxHashMap<Call, u32>,
+    freed_late_of: FxHashMap<Call, HeldByCall>,
     old: FxHashMap<(Pool, Option<DeviceId>, u16), Old>,
     /// The same of blocks of the first whole step, whatever their operator: of the first blocks after attach it
     /// is not known yet.
@@ -257,16 +261,59 @@ struct Watched {
     judged_to: AllocationId,
 }
 
+/// Late frees of the blocks of one call.
+#[derive(Debug, Default)]
+struct HeldByCall {
+    /// Later steps that had ended at a free: the most.
+    longest: u32,
+    /// In the step of the last such free.
+    last: Sweep,
+}
+
+/// Blocks of one call that were freed late in the same step.
+#[derive(Debug, Clone, Copy, Default)]
+struct Sweep {
+    step: StepId,
+    blocks: u32,
+    /// The longest held of them.
+    longest: u32,
+}
+
+impl HeldByCall {
+    fn freed(&mut self, later: u32, step: StepId) {
+        if self.last.step != step {
+            self.last = Sweep { step, ..Sweep::default() };
+        }
+        self.last.blocks += 1;
+        self.last.longest = self.last.longest.max(later);
+        self.longest = self.longest.max(later);
+    }
+
+    /// A list that is cleared once an epoch, or cycles of references until Python collects them: what goes at once with
+    /// older blocks had begun to be collected before attach. Blocks came at the same rate then, so that is how much
+    /// longer the next ones may be held. Who is freed later without older ones has been seen from its beginning.
+    fn longest(&self, old_in: impl FnOnce(StepId) -> u32) -> u32 {
+        let Sweep { step, blocks, longest } = self.last;
+        let before = match old_in(step) {
+            0 => 0,
+            old => {
+                let steps = (u64::from(longest) * u64::from(old)).div_ceil(u64::from(blocks.max(1)));
+                u32::try_from(steps).unwrap_or(u32::MAX).saturating_add(CUT_STEPS)
+            }
+        };
+        self.longest.max(longest.saturating_add(before))
+    }
+}
+
 /// Frees of blocks from before the first whole step: of a pool, device and size class, for their operators
 /// are not known. It is not known either how long they lived: one may have been there from the start and go
 /// with the loop. But when such frees come in several steps, blocks are being replaced in turn, and who lives
 /// no longer than that may be one of them. This counts only until blocks of the first whole step must have
 /// been freed in their turn too: from then on the frees of younger blocks tell.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Default)]
 struct Old {
-    /// Distinct steps in which they were freed, after a step had ended.
-    steps: u32,
-    last_step: StepId,
+    /// How many in each step, after a step had ended.
+    freed_in: BTreeMap<StepId, u32>,
     /// Steps that had ended at the last free.
     ended: u32,
 }
@@ -274,26 +321,16 @@ struct Old {
 impl Old {
     fn freed(&mut self, process: &Process) {
         let steps = process.steps();
-        if self.last_step != steps.current() {
-            self.last_step = steps.current();
-            self.steps += 1;
-        }
+        *self.freed_in.entry(steps.current()).or_default() += 1;
         self.ended = steps.last_ended().0;
     }
 
-    /// Both together: blocks of either size.
-    fn and(self, other: Self) -> Self {
-        Self {
-            steps: self.steps.saturating_add(other.steps),
-            last_step: self.last_step.max(other.last_step),
-            ended: self.ended.max(other.ended),
-        }
-    }
-
-    /// The d that they stand for.
-    fn held(&self, process: &Process) -> u32 {
-        let counts = self.steps >= 2 && process.steps().last_ended().0 < self.ended + 2;
-        if counts { self.ended } else { 0 }
+    /// The d that all of them together stand for: blocks of either size.
+    fn held<'a>(all: impl Iterator<Item = &'a Old> + Clone, process: &Process) -> u32 {
+        let ended = all.clone().map(|old| old.ended).max().unwrap_or(0);
+        let steps: usize = all.map(|old| old.freed_in.len()).sum();
+        let counts = steps >= 2 && process.steps().last_ended().0 < ended + 2;
+        if counts { ended } else { 0 }
     }
 }
 
@@ -474,13 +511,12 @@ impl Leaks {
 
 impl Watched {
     fn freed_late(&mut self, late: Late, shown: bool) {
-        let Late { block, later, .. } = &late;
+        let Late { block, later, freed_step, .. } = &late;
         self.freed_late.note(Like::of(block), *later);
         if let Some(call) = Call::of(block)
             && (self.freed_late_of.len() < LIKES_MAX || self.freed_late_of.contains_key(&call))
         {
-            let held = self.freed_late_of.entry(call).or_default();
-            *held = (*later).max(*held);
+            self.freed_late_of.entry(call).or_default().freed(*later, *freed_step);
         }
         if block.step == WARM_UP {
             self.warm.note(Like::of(block).of_any_op(), *later);
@@ -548,27 +584,32 @@ impl Watched {
         if later == 0 {
             return Some(Verdict::NotJudged(Reason::LastStep));
         }
-        let longest = self.freed_late_as(block).unwrap_or_else(|| {
-            let old =
-                classes.like(block).filter_map(|class| self.old.get(&(block.pool, block.device, class)));
-            let old = old.copied().reduce(Old::and);
+        let longest = self.freed_late_as(block, classes).unwrap_or_else(|| {
             let warm =
                 Like::of(block).of_any_op().by_sizes_asked(block).filter_map(|like| self.warm.longest(&like));
-            warm.max().unwrap_or(0).max(old.map_or(0, |old| old.held(process)))
+            warm.max().unwrap_or(0).max(Old::held(self.old_like(block, classes), process))
         });
         // Who outlives the end of its own step and d later ones is freed in step d + 1 after its own.
         Some(if later > longest {
             Verdict::Leak
         } else {
-            Verdict::NotJudged(Reason::Young { freed_after: longest + 1 })
+            Verdict::NotJudged(Reason::Young { freed_after: longest.saturating_add(1) })
         })
     }
 
     /// Later steps that had ended when blocks like this one were freed, as far as it is known which were.
-    fn freed_late_as(&self, block: &Block) -> Option<u32> {
-        let by_call = Call::of(block).and_then(|call| self.freed_late_of.get(&call).copied());
+    fn freed_late_as(&self, block: &Block, classes: &Classes) -> Option<u32> {
+        let by_call = Call::of(block).and_then(|call| self.freed_late_of.get(&call)).map(|held| {
+            held.longest(|step| self.old_like(block, classes).filter_map(|old| old.freed_in.get(&step)).sum())
+        });
         let by_kind = Like::of(block).by_sizes_asked(block).filter_map(|like| self.freed_late.longest(&like));
         by_call.max(by_kind.max())
+    }
+
+    /// Frees of older blocks that may have been like this one.
+    fn old_like(&self, block: &Block, classes: &Classes) -> impl Iterator<Item = &Old> + Clone {
+        let (pool, device) = (block.pool, block.device);
+        classes.like(block).filter_map(move |class| self.old.get(&(pool, device, class)))
     }
 
     fn verdicts(&self, process: &Process) -> Verdicts {
@@ -592,7 +633,9 @@ impl Watched {
         let last_ended = process.steps().last_ended();
         // What came after it is young yet, whether it leaks or not.
         let last_judged = |block: &Block| {
-            StepId(last_ended.0.saturating_sub(self.freed_late_as(block).map_or(0, |longest| longest + 1)))
+            StepId(last_ended.0.saturating_sub(
+                self.freed_late_as(block, &classes).map_or(0, |longest| longest.saturating_add(1)),
+            ))
         };
         let steps_judged = (last_ended.0 as usize).saturating_sub(2);
 

@@ -3,7 +3,7 @@
 //!
 //! The figures are the allocators' own, at the ends of steps; steps after the first only, which is when pools fill up.
 
-use crate::model::{Change, DeviceId, Event, Ledger, Pool, StepId};
+use crate::model::{Block, Change, DeviceId, Event, EventKind, Ledger, Pool, Process, StepId};
 
 use super::Analysis;
 
@@ -22,12 +22,16 @@ pub struct Point {
     pub peak_allocated: u64,
     /// Bytes reserved at the end of the last.
     pub reserved: u64,
+    /// The least that they were during these steps: less than before when segments were given back, 0 when it is not
+    /// known how many.
+    pub least_reserved: u64,
 }
 
 impl Point {
     fn followed_by(self, next: Point) -> Point {
         let peak_allocated = self.peak_allocated.max(next.peak_allocated);
-        Point { steps: self.steps + next.steps, peak_allocated, ..next }
+        let least_reserved = self.least_reserved.min(next.least_reserved);
+        Point { steps: self.steps + next.steps, peak_allocated, least_reserved, ..next }
     }
 }
 
@@ -41,6 +45,8 @@ pub struct Series {
     steps_each: u32,
     /// Largest use since the last end of a step.
     peak: u64,
+    /// The least that was reserved after segments were given back since then.
+    least: u64,
 }
 
 #[derive(Debug, Default)]
@@ -55,6 +61,21 @@ impl Reserve {
         self.processes.get(position).into_iter().flatten().filter(|series| !series.points.is_empty())
     }
 
+    /// The driver was given memory back that may be a segment's: of a `known` one the totals are corrected already.
+    fn given_back(&mut self, position: usize, process: &Process, device: Option<DeviceId>, known: bool) {
+        if process.steps().current() <= StepId(1) {
+            return;
+        }
+        for memory in process.devices().iter().filter(|memory| device.is_none() || memory.device == device) {
+            for pool in Pool::ALL {
+                let Some(totals) = memory.pool(pool).totals else { continue };
+                let series = self.of(position, pool, memory.device);
+                let reserved = if known { totals.reserved } else { 0 };
+                series.least = series.least.min(reserved);
+            }
+        }
+    }
+
     fn of(&mut self, position: usize, pool: Pool, device: Option<DeviceId>) -> &mut Series {
         if self.processes.len() <= position {
             self.processes.resize_with(position + 1, Vec::new);
@@ -62,7 +83,7 @@ impl Reserve {
         let all = &mut self.processes[position];
         let at = all.iter().position(|series| series.pool == pool && series.device == device);
         let at = at.unwrap_or_else(|| {
-            all.push(Series { pool, device, points: Vec::new(), steps_each: 1, peak: 0 });
+            all.push(Series { pool, device, points: Vec::new(), steps_each: 1, peak: 0, least: u64::MAX });
             all.len() - 1
         });
         &mut all[at]
@@ -104,16 +125,30 @@ impl Analysis for Reserve {
                     for pool in Pool::ALL {
                         let Some(totals) = memory.pool(pool).totals else { continue };
                         let series = self.of(position, pool, memory.device);
+                        let before = series.points.last().map_or(u64::MAX, |point| point.reserved);
                         series.push(Point {
                             step: *step,
                             steps: 1,
                             allocated: totals.allocated,
                             peak_allocated: series.peak.max(totals.allocated),
                             reserved: totals.reserved,
+                            least_reserved: series.least.min(before).min(totals.reserved),
                         });
-                        series.peak = 0;
+                        (series.peak, series.least) = (0, u64::MAX);
                     }
                 }
+                return;
+            }
+            Change::Freed(Block { pool: Pool::Hal, device, .. }) => {
+                self.given_back(position, process, *device, true);
+                return;
+            }
+            Change::UnknownFree { pool: Pool::Hal, device, .. } => {
+                self.given_back(position, process, *device, false);
+                return;
+            }
+            _ if matches!(event.kind, EventKind::Unmap { .. }) => {
+                self.given_back(position, process, None, true);
                 return;
             }
             Change::StepsRetracted => {
@@ -137,8 +172,8 @@ impl Analysis for Reserve {
 mod tests {
     use super::*;
     use crate::analysis::Online;
-    use crate::model::StepRule;
     use crate::model::testing::Script;
+    use crate::model::{Module, StepRule};
 
     fn points(script: &Script) -> Vec<Point> {
         let mut online = Online::new(StepRule::default(), false);
@@ -164,17 +199,42 @@ mod tests {
             });
         }
         script.step(|_| {});
-        let point = |step, allocated, peak_allocated, reserved| Point {
+        let point = |step, allocated, peak_allocated, reserved, least_reserved| Point {
             step: StepId(step),
             steps: 1,
             allocated,
             peak_allocated,
             reserved,
+            least_reserved,
         };
         assert_eq!(
             points(&script),
-            [point(2, 20, 30, 40), point(3, 20, 20, 40), point(4, 10, 60, 80), point(5, 10, 10, 80)]
+            [
+                point(2, 20, 30, 40, 40),
+                point(3, 20, 20, 40, 40),
+                point(4, 10, 60, 80, 40),
+                point(5, 10, 10, 80, 80)
+            ]
         );
+    }
+
+    #[test]
+    fn what_is_given_back_within_a_step_is_known_to_be() {
+        let mut script = Script::new();
+        let (segment, size) = (0x100_0000, 20 << 20);
+        script.hal(segment, size, Module::APP);
+        for step in 1..=3 {
+            script.step(|s| {
+                s.alloc_in(Pool::Pta, 0, segment, 1, Some((1, size)));
+                if step > 1 {
+                    s.free_in(Pool::Pta, segment, Some((0, size))).free_in(Pool::Hal, segment, None);
+                    s.hal(segment, size, Module::APP).alloc_in(Pool::Pta, 0, segment, 1, Some((1, size)));
+                }
+                s.free_in(Pool::Pta, segment, Some((0, size)));
+            });
+        }
+        let least: Vec<u64> = points(&script).iter().map(|point| point.least_reserved).collect();
+        assert_eq!(least, [0, 0]);
     }
 
     #[test]

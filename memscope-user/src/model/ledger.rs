@@ -88,6 +88,10 @@ impl Ledger {
         self
     }
 
+    pub fn steps_from(&self) -> StepsFrom {
+        self.steps_from
+    }
+
     /// All processes that had an event, in order of their first; those that ended too. A process that
     /// replaces its program (`exec`) is another one from there on.
     pub fn processes(&self) -> &[Process] {

@@ -19,7 +19,7 @@ use crate::analysis::reserve::{Point, Series};
 use crate::attach::cost::Share;
 use crate::model::{
     AllocationId, Basis, Block, Container, Count, DeviceId, DeviceMemory, DevicePtr, Ending, Frame,
-    FreeSpace, Name, Nanos, Pool, PoolUse, Process, Stack, StepId, StepSet, Tgid, Tid, Whose,
+    FreeSpace, Name, Nanos, Pool, PoolUse, Process, Stack, StepId, StepSet, StepsFrom, Tgid, Tid, Whose,
 };
 use crate::stacks::{self, NativeTally, Tally};
 
@@ -35,6 +35,8 @@ pub struct Document {
     pub tool: Tool,
     /// Whether leaks were looked for: without, there are none in the document.
     pub leaks_analysed: bool,
+    /// Whether there were to be steps: without, nothing is judged (`--steps-from none`).
+    pub steps_wanted: bool,
     /// Whether it is of dumps, and not of a live trace.
     pub offline: bool,
     pub selection: Selection,
@@ -586,6 +588,7 @@ impl Document {
             schema: SCHEMA,
             tool: Tool::this(),
             leaks_analysed: online.leaks.is_some(),
+            steps_wanted: online.ledger.steps_from() != StepsFrom::None,
             offline: trace.offline,
             selection: Selection { steps: online.shown_steps.clone(), ..Selection::default() },
             targets: trace.targets,

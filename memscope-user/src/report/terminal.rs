@@ -131,6 +131,9 @@ impl Report<'_> {
                     "Leaks not judged: the dump has no row of an allocation or a free.".to_owned()
                 }
                 None => "Leaks not judged: no device memory was allocated or freed.".to_owned(),
+                Some(_) if !document.steps_wanted => {
+                    "Leaks not judged: there are no steps (--steps-from none).".to_owned()
+                }
                 Some(_) if !document.has_steps() => "Leaks not judged: no step was seen.".to_owned(),
                 Some(0 | 1) => {
                     "Leaks not judged: too few steps. A block is judged from step 2 on, when a later step has ended."
@@ -391,6 +394,8 @@ impl Report<'_> {
                 }
             };
             format!("see which sites can be probed at all: memscope-trace probes {hint}")
+        } else if document.leaks_analysed && !document.steps_wanted {
+            "leaks are judged by steps: leave --steps-from none out".to_owned()
         } else if document.leaks_analysed && !document.has_steps() {
             let marks = document.marks_seen(3);
             if marks.is_empty() {

@@ -771,3 +771,48 @@ fn a_leak_of_what_is_held_long_has_not_settled_while_its_last_blocks_are_young()
     let found = leaks(&verdicts(&script));
     assert!(found.len() >= 4 && found.iter().all(|(.., pattern)| *pattern == Recurring), "{found:?}");
 }
+
+/// A list to which each step appends, cleared every 20 steps; attached `first` steps before it is.
+fn attached_to_list(first: u64, steps: u64, leaks_too: bool) -> Verdicts {
+    let mut script = Script::new();
+    for step in 1..=steps {
+        script.step(|s| {
+            s.alloc_at(Some(7), Whose::Own, 0x1000 * step, MIB);
+            if leaks_too && step % 2 == 0 {
+                s.alloc_at(Some(8), Whose::Own, 0x1000 * step + 0x900_0000, MIB);
+            }
+            if step % 20 == first {
+                (1..=step).rev().take(20).for_each(|of| {
+                    s.free(0x1000 * of);
+                });
+                let old = Free {
+                    pool: Pool::Pta,
+                    device: Some(DeviceId(0)),
+                    ptr: DevicePtr(0x100),
+                    size: Some(MIB),
+                    totals: None,
+                };
+                (step..20).for_each(|of| {
+                    s.push(MAIN, EventKind::Free(Free { ptr: DevicePtr(0x100 + of), ..old }));
+                });
+            }
+        });
+    }
+    verdicts(&script)
+}
+
+#[test]
+fn a_list_that_was_begun_before_attach_is_no_leak_before_it_is_cleared_again() {
+    for first in 4..20 {
+        for steps in first + 1..60 {
+            let found = leaks(&attached_to_list(first, steps, false));
+            assert_eq!(found, [], "cleared in step {first}, traced {steps} steps");
+        }
+    }
+}
+
+#[test]
+fn what_leaks_beside_a_list_that_is_cleared_is_found() {
+    let found = leaks(&attached_to_list(5, 40, true));
+    assert!(found.len() > 15 && found.iter().all(|(ptr, ..)| *ptr > 0x900_0000), "{found:?}");
+}

@@ -285,11 +285,13 @@ pub(super) fn reserve(series: &ReserveFacts) -> Option<String> {
         }
         None => text.push_str(", the same throughout"),
     }
-    // It had room for all that was ever needed, and took more.
+    // It had room for all that was needed, and took more. What it had given back before is no such room.
     if points.windows(2).any(|pair| {
-        pair[1].reserved > pair[0].reserved && pair[1].peak_allocated <= points_peak(points, pair[0].step)
+        pair[1].reserved > pair[0].reserved
+            && pair[1].least_reserved >= pair[1].peak_allocated
+            && pair[1].peak_allocated <= points_peak(points, pair[0].step)
     }) {
-        text.push_str("; it grew in steps that allocated no more than those before: what was free was in pieces too small, or of another stream");
+        text.push_str("; it grew in steps that allocated no more than those before: what was free was in pieces too small, of another stream, or in segments for blocks of other sizes");
     }
     Some(text)
 }

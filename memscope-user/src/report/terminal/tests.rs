@@ -320,6 +320,12 @@ fn without_steps_it_says_what_could_be_one() {
         ),
         "{text}"
     );
+    let rule = StepRule::default();
+    let mut unstepped = Online::new(rule.clone(), true).with_steps_from(&rule, StepsFrom::None);
+    script.events.iter().for_each(|event| drop(unstepped.apply(event)));
+    let text = render(&Document::new(Trace::default(), &unstepped), false, false);
+    assert!(text.starts_with("Leaks not judged: there are no steps (--steps-from none).\n"), "{text}");
+    assert!(text.ends_with("Next: leaks are judged by steps: leave --steps-from none out\n"), "{text}");
     script.events.retain(|event| !matches!(event.kind, EventKind::Mark { .. }));
     assert!(rendered(&script.events).contains("Next: mark each step of the loop"));
 }
@@ -615,15 +621,24 @@ fn inefficient_memory_is_reported_when_asked_for() {
 
 #[test]
 fn a_reserve_that_grows_for_nothing_is_said_to() {
-    let said = |figures: &[(u64, u64)]| {
-        let points = figures.iter().zip(2..).map(|((peak, reserved), step)| Point {
+    let said_of = |figures: &[(u64, u64, u64)]| {
+        let points = figures.iter().zip(2..).map(|((peak, least, reserved), step)| Point {
             step: StepId(step),
             steps: 1,
             allocated: 0,
             peak_allocated: peak << 20,
             reserved: reserved << 20,
+            least_reserved: least << 20,
         });
         reserve(&ReserveFacts { pool: Pool::Pta, points: points.collect() })
+    };
+    let said = |figures: &[(u64, u64)]| {
+        let before = [20].into_iter().chain(figures.iter().map(|(_, reserved)| *reserved));
+        let points = figures
+            .iter()
+            .zip(before)
+            .map(|((peak, reserved), before)| (*peak, before.min(*reserved), *reserved));
+        said_of(&points.collect::<Vec<_>>())
     };
     assert_eq!(said(&[(10, 20)]), None, "a step alone is no series");
     assert_eq!(
@@ -634,6 +649,10 @@ fn a_reserve_that_grows_for_nothing_is_said_to() {
     );
     let fragmented = said(&[(30, 40), (29, 44), (10, 42)]).expect("a series");
     assert!(fragmented.contains("shrank by 2.00 MiB in step 4; it grew in steps that"), "{fragmented}");
+    for emptied in [[(30, 20, 40), (29, 0, 0), (29, 0, 40)], [(30, 20, 40), (29, 0, 44), (29, 44, 44)]] {
+        let text = said_of(&emptied).expect("a series");
+        assert!(!text.contains("in pieces"), "the cache was emptied: {text}");
+    }
 }
 
 #[test]
