@@ -22,12 +22,11 @@ struct Run {
 
 impl Run {
     /// Starts a workload; it tells the truth to a file.
-    fn start(ground: Ground, program: &str, args: &[&str], env: &[(&str, &str)]) -> Result<Self> {
+    fn start(ground: Ground, program: &str, args: &[&str]) -> Result<Self> {
         let dir = tempfile::tempdir()?;
         let file = dir.path().join("truth.jsonl");
         let path = file.to_string_lossy().into_owned();
-        let mut command = ground.command(&[&[program, "--truth", &path], args].concat());
-        command.envs(env.iter().copied());
+        let command = ground.command(&[&[program, "--truth", &path], args].concat());
         Ok(Self { target: Target::start(command)?, file, _dir: dir })
     }
 
@@ -38,13 +37,7 @@ impl Run {
         let file = dir.path().join("truth.jsonl");
         let path = file.to_string_lossy().into_owned();
         let words = [&[program, "--truth", &path, "--wait-file", &gate], args].concat();
-        let target = if env.is_empty() {
-            Target::fork(ground, &words)?
-        } else {
-            let mut command = ground.command(&words);
-            command.envs(env.iter().copied());
-            Target::start(command)?
-        };
+        let target = Target::fork(ground, &words, env)?;
         let run = Self { target, file, _dir: dir };
         run.wait_for(|line| line["event"] == "ready")?;
         Ok(run)
@@ -208,7 +201,7 @@ fn a_running_training_loop_is_traced_and_its_leaks_are_exactly_the_truth() -> Re
             continue;
         }
         let args = ["--steps", "36", "--step-ms", "230", "--last-block", "--leak-gradients"];
-        let run = Run::start(ground, "train_leak.py", &args, &[])?;
+        let run = Run::start(ground, "train_leak.py", &args)?;
         run.wait_for(|line| line["event"] == "mark" && line["step"] == 3)?;
         let tracer = Tracer::start(&["-p", &run.target.pid().to_string()])?.attached()?;
         let (pid, lines, traced) = run.finish(tracer)?;
@@ -302,7 +295,7 @@ fn a_loop_without_leaks_has_none() -> Result<()> {
         return Ok(());
     }
     let args = ["--steps", "24", "--step-ms", "100", "--no-leaks", "--optimizer", "adamw"];
-    let run = Run::start(ground, "train_leak.py", &args, &[])?;
+    let run = Run::start(ground, "train_leak.py", &args)?;
     run.wait_for(|line| line["event"] == "mark" && line["step"] == 2)?;
     let tracer = Tracer::start(&["-p", &run.target.pid().to_string(), "--fail-on", "leaks"])?.attached()?;
     let (pid, lines, traced) = run.finish(tracer)?;
@@ -318,7 +311,7 @@ fn a_trace_that_ends_before_the_loop_reports_no_ring_as_leaks() -> Result<()> {
     if !ground.is_ready() {
         return Ok(());
     }
-    let run = Run::start(ground, "train_leak.py", &["--steps", "0", "--step-ms", "150"], &[])?;
+    let run = Run::start(ground, "train_leak.py", &["--steps", "0", "--step-ms", "150"])?;
     run.wait_for(|line| line["event"] == "mark" && line["step"] == 8)?;
     let pid = run.target.pid();
     let tracer = Tracer::start(&["-p", &pid.to_string(), "-d", "4", "--fail-on", "leaks"])?.attached()?;
@@ -506,7 +499,8 @@ fn the_targets_output_is_the_same_with_and_without_us() -> Result<()> {
         let marks = lines.iter().filter(|line| line["event"] == "mark");
         marks.map(|line| (of(line, "text"), of(line, "loss"), of(line, "allocated"))).collect()
     };
-    let plain = Run::start(ground, "train_leak.py", &["--steps", "8"], &[])?;
+    let plain = Run::held(ground, "train_leak.py", &["--steps", "8"], &[])?;
+    plain.go()?;
     let (status, ..) = plain.target.finish()?;
     ensure!(status.success());
     let untraced = marks(&truth(&plain.file)?);

@@ -53,13 +53,13 @@ pub(crate) struct Forked {
 }
 
 /// Has the fork server of a torch ground run a program.
-pub(crate) fn fork(ground: Ground, args: &[&str]) -> Result<Forked> {
+pub(crate) fn fork(ground: Ground, args: &[&str], env: &[(&str, &str)]) -> Result<Forked> {
     let Ground::Torch(version) = ground else { anyhow::bail!("{ground:?} has no fork server") };
     let ((theirs_in, stdin), (stdout, theirs_out), (stderr, theirs_err)) = (pipe()?, pipe()?, pipe()?);
     let path = |stream: &dyn AsRawFd| format!("/proc/{}/fd/{}", std::process::id(), stream.as_raw_fd());
-    let argv: Vec<String> = ground.program(args);
     let request = json!({
-        "argv": argv,
+        "argv": ground.program(args),
+        "env": env.iter().copied().collect::<HashMap<_, _>>(),
         "streams": [path(&theirs_in), path(&theirs_out), path(&theirs_err)],
     });
     let mut servers = SERVERS.lock().unwrap_or_else(PoisonError::into_inner);

@@ -233,9 +233,9 @@ impl Target {
     }
 
     /// Runs a Python program of tests/workloads/torch in a process that has imported torch already, which saves 7 s of
-    /// CPU time. Its environment is that of the tests.
-    pub fn fork(ground: Ground, args: &[&str]) -> Result<Self> {
-        let fork_server::Forked { pid, stdin, stdout, stderr } = fork_server::fork(ground, args)?;
+    /// CPU time. From outside, its environment is that of the tests.
+    pub fn fork(ground: Ground, args: &[&str], env: &[(&str, &str)]) -> Result<Self> {
+        let fork_server::Forked { pid, stdin, stdout, stderr } = fork_server::fork(ground, args, env)?;
         Ok(Self::new(Process::Forked { pid, status: None }, stdin, stdout, stderr))
     }
 

@@ -1,7 +1,8 @@
 """Runs programs of this folder in processes that have imported torch already: importing takes longer than they do.
 
-The standard input brings a request a line: {"argv": [FILE, ARGUMENT...], "streams": [PATH, PATH, PATH]}, where the
-streams are the program's standard ones. The answer is the id of its process, whose parent is the nearest subreaper.
+The standard input brings a request a line: {"argv": [FILE, ARGUMENT...], "env": {NAME: VALUE}, "streams": [PATH, PATH,
+PATH]}, where the streams are the program's standard ones. The answer is the id of its process, whose parent is the
+nearest subreaper. Only what is not read before a device is used can be set in the environment.
 """
 
 import atexit
@@ -38,6 +39,7 @@ def serve():
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
             os.close(stream)
+        os.environ.update(request["env"])
         return request["argv"]
     sys.exit()
 
