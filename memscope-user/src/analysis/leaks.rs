@@ -24,7 +24,7 @@
 //! Which driver blocks are judged: the program's own ([`Block::belongs_to_program`]), not segments of pools
 //! nor what CANN takes for itself. Pinned host memory and workspaces are kept by allocators for later use
 //! and grow until they suffice: they leak only when they keep growing, that is, when their like was leaked
-//! in three steps at least and in half of all steps that were judged.
+//! in half of all steps that were judged, ten at least, and of the later ones too.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
@@ -53,8 +53,11 @@ const CUT_STEPS: u32 = 2;
 /// alike whatever their operator.
 const LIKES_MAX: usize = 1 << 16;
 
-/// Steps in which something must have grown that may be a cache, to count as growing for ever.
+/// Steps in which blocks of one call must have leaked, to count as recurring.
 const GROWING_STEPS: usize = 3;
+
+/// Steps that must be judged before anything is said of what may be a cache: it is filling.
+const CACHE_FILLS: usize = 10;
 
 /// torch_npu's pool leaves a rest of so many bytes at most with a large block instead of splitting it off.
 const REST_MAX: u64 = 1 << 20;
@@ -637,7 +640,6 @@ impl Watched {
                 self.freed_late_as(block, &classes).map_or(0, |longest| longest.saturating_add(1)),
             ))
         };
-        let steps_judged = (last_ended.0 as usize).saturating_sub(2);
 
         let mut verdicts = Verdicts::default();
         for (block, verdict) in judged {
@@ -657,9 +659,8 @@ impl Watched {
             } else {
                 Pattern::Recurring
             };
-            let steps = by_kind.iter().map(|steps| steps.len()).max().unwrap_or(0);
             if is_kept_for_use(block.pool)
-                && (verdict != Verdict::Leak || steps < GROWING_STEPS || 2 * steps < steps_judged)
+                && (verdict != Verdict::Leak || !by_kind.iter().any(|steps| grows_on(steps, last_ended)))
             {
                 continue;
             }
@@ -701,6 +702,15 @@ fn has_settled(steps: &BTreeSet<StepId>, last_ended: StepId) -> bool {
     let quiet = last_ended.0.saturating_sub(last.0);
     let longest_pause = steps.iter().zip(steps.iter().skip(1)).map(|(a, b)| b.0 - a.0).max().unwrap_or(1);
     quiet >= QUIET_MIN && quiet > last.0 - first.0 && quiet >= longest_pause.saturating_mul(3)
+}
+
+/// Whether what may be a cache, and was leaked to in these steps, grows for ever: in half of all steps that were judged, and in
+/// half of the later half of them too, where a cache would have enough.
+fn grows_on(steps: &BTreeSet<StepId>, last_ended: StepId) -> bool {
+    let judged = last_ended.0.saturating_sub(2) as usize;
+    let half = judged / 2;
+    let lately = steps.range(StepId(last_ended.0.saturating_sub(half as u32))..).count();
+    judged >= CACHE_FILLS && 2 * steps.len() >= judged && lately >= half / 2
 }
 
 /// Whether an allocator that is not seen itself keeps the pool's blocks for later use.

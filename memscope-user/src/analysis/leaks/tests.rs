@@ -659,6 +659,8 @@ fn a_cache_of_pinned_memory_leaks_when_it_keeps_growing() {
     assert_eq!(host(&[2, 3], 5), 0, "two of three, but two are few");
     assert_eq!(host(&[2, 4, 6, 8, 10], 12), 5, "five of ten");
     assert_eq!(host(&[2, 3, 4, 5], 12), 0, "it has stopped: four of ten");
+    assert_eq!(host(&[2, 3, 4, 5, 6], 12), 0, "it has stopped: none of the later five");
+    assert_eq!(host(&[2, 3, 4, 5, 6], 7), 0, "five steps: it may be filling");
 }
 
 /// Attached to a ring of `size` batches that turns: `steps` whole steps and `rest` events.
