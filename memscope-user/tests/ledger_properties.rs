@@ -167,9 +167,9 @@ enum End {
     /// Alive, or over with its process, reset or finalize: judged when so many steps had ended.
     Judged { at: usize, ended: u32 },
     /// Steps that had ended.
-    Freed { at: usize, ended: u32, in_range: bool },
+    Freed { at: usize, ended: u32 },
     /// Freed, and then the program ended without another allocation.
-    Tidied { at: usize, ended: u32, last_allocation: usize },
+    Tidied { leaked: bool },
     /// Its free was lost.
     Replaced,
 }
@@ -180,6 +180,25 @@ const MIB: u64 = 1 << 20;
 fn class(size: u64) -> (u32, u64) {
     let log = size.max(1).ilog2();
     (log, if log < 2 { 0 } else { (size >> (log - 2)) & 3 })
+}
+
+/// Whether a block was held so many steps longer than its like, of what was freed before `at`.
+fn outlives(lives: &BTreeMap<AllocationId, Life>, life: &Life, ended: u32, at: usize) -> bool {
+    let alike_in_size =
+        |other: &Life| life.device == other.device && (life.asked_class..=life.class).contains(&other.class);
+    let longest_of = |counts: &dyn Fn(&Life) -> bool| {
+        let held = lives.values().filter(|other| counts(other)).filter_map(|other| match other.end {
+            End::Freed { at: freed, ended } if freed < at => Some(ended.saturating_sub(other.step)),
+            _ => None,
+        });
+        held.max().unwrap_or(0)
+    };
+    // Where its like was never freed late, blocks of the first step tell, whatever their operator.
+    let longest = match longest_of(&|other| other.step >= 1 && alike_in_size(other) && life.op == other.op) {
+        0 => longest_of(&|other| other.step == 1 && alike_in_size(other)),
+        longest => longest,
+    };
+    life.step >= 2 && ended > life.step && ended - life.step > longest
 }
 
 /// Lives of the blocks of the one pool that the oracle is for.
@@ -198,21 +217,27 @@ fn lives(events: &[Event]) -> BTreeMap<AllocationId, Life> {
                 life.end = end;
             }
         };
-        // Freed late in no step's range, and nothing was allocated since.
+        // Freed late, and nothing was allocated since: either held to the end, or freed in turn, if that is known.
         let tidied = |lives: &mut BTreeMap<AllocationId, Life>, of: &dyn Fn(&Life) -> bool| {
-            for life in lives.values_mut().filter(|life| of(life) && life.step >= 1) {
-                if let End::Freed { at, ended, in_range: false } = life.end
-                    && at > last_allocation
-                    && ended > life.step
-                {
-                    life.end = End::Tidied { at, ended, last_allocation };
+            let last = lives.iter().filter(|(_, life)| of(life) && life.step >= 1);
+            let ends: Vec<_> = last
+                .filter_map(|(id, life)| match life.end {
+                    End::Freed { at, ended } if at > last_allocation && ended > life.step => {
+                        let in_turn = life.step >= 2 && !outlives(lives, life, ended, last_allocation + 1);
+                        (!in_turn).then_some((*id, End::Tidied { leaked: life.step >= 2 }))
+                    }
+                    _ => None,
+                })
+                .collect();
+            for (id, end) in ends {
+                if let Some(life) = lives.get_mut(&id) {
+                    life.end = end;
                 }
             }
         };
-        let in_range = process.steps().in_range();
         match &change {
             Change::Freed(block) if block.pool == Pool::Pta => {
-                finish(&mut lives, block.id, End::Freed { at, ended, in_range })
+                finish(&mut lives, block.id, End::Freed { at, ended })
             }
             Change::Allocated { block, replaced } => {
                 last_allocation = at;
@@ -298,41 +323,12 @@ proptest! {
         let Some(process) = online.ledger.process(PID) else { return Ok(()) };
         let Some(leaks) = online.leaks.as_ref() else { panic!("asked for") };
 
-        let alike_in_size = |judged: &Life, other: &Life| {
-            judged.device == other.device && (judged.asked_class..=judged.class).contains(&other.class)
-        };
-        // Whether it was held so many steps longer than its like, of what was freed by then.
-        let outlives = |life: &Life, ended: u32, at: usize, freed: &dyn Fn(&Life) -> Option<(usize, u32)>| {
-            let longest_of = |counts: &dyn Fn(&Life) -> bool| {
-                let others = lives.values().filter(|other| counts(other));
-                let held = others.filter_map(|other| Some((freed(other)?, other.step)));
-                held.filter(|((when, _), _)| *when < at).map(|((_, ended), step)| ended.saturating_sub(step)).max()
-            };
-            // Where its like was never freed late, blocks of the first step tell, whatever their operator.
-            let like = longest_of(&|other| other.step >= 1 && alike_in_size(life, other) && life.op == other.op);
-            let longest = like
-                .filter(|longest| *longest > 0)
-                .or_else(|| longest_of(&|other| other.step == 1 && alike_in_size(life, other)));
-            life.step >= 2 && ended > life.step && ended - life.step > longest.unwrap_or(0)
-        };
-        let in_turn = |life: &Life| match life.end {
-            End::Freed { at, ended, .. } => Some((at, ended)),
-            _ => None,
-        };
-        let held_to_the_end = |life: &Life| match life.end {
-            End::Tidied { ended, last_allocation, .. } => outlives(life, ended, last_allocation + 1, &in_turn),
-            _ => false,
-        };
-        let freed = |life: &Life| match life.end {
-            End::Freed { at, ended, .. } => Some((at, ended)),
-            End::Tidied { at, ended, .. } if !held_to_the_end(life) => Some((at, ended)),
-            _ => None,
-        };
         let leaked: BTreeSet<AllocationId> = lives
             .iter()
             .filter(|(_, life)| match life.end {
-                End::Judged { at, ended } => outlives(life, ended, at, &freed),
-                _ => held_to_the_end(life),
+                End::Judged { at, ended } => outlives(&lives, life, ended, at),
+                End::Tidied { leaked } => leaked,
+                _ => false,
             })
             .map(|(id, _)| *id)
             .collect();

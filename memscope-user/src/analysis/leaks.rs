@@ -2,7 +2,7 @@
 //!
 //! A block is judged by the step k it was allocated in, when the trace ends, or before that when its process
 //! ends, finalizes CANN or resets its device. What is freed from then on is tidied up: nobody waits for it. And
-//! what was freed just before, in no step's range and with no allocation after it, was held until then: whether an
+//! what was freed just before, with no allocation after it, was held until then: whether an
 //! interpreter drops the variables of its functions before it finalizes CANN, or after, says nothing of the program.
 //!
 //! - k < 2: never a leak. What comes before the first whole step and in it is warm-up.
@@ -405,7 +405,6 @@ impl Analysis for Leaks {
                 if let Some(process) = ledger.process(event.tgid)
                     && let later @ 1.. = later_steps(block, process)
                     && block.belongs_to_program()
-                    && let shown = self.shown.contains(block.step)
                     && let Some(watched) = self.watch(event.tgid, ledger)
                     && block.id > watched.judged_to
                 {
@@ -416,12 +415,8 @@ impl Analysis for Leaks {
                         return;
                     }
                     let late = Late { block: block.clone(), freed, freed_step, later };
-                    if steps.in_range() {
-                        watched.freed_late(late, shown);
-                    } else {
-                        watched.tail.push(late);
-                        self.has_tails = true;
-                    }
+                    watched.tail.push(late);
+                    self.has_tails = true;
                 }
             }
             Change::Allocated { .. } if self.has_tails => {
@@ -560,9 +555,14 @@ impl Watched {
         let tail: Vec<Late> = self.tail.extract_if(.., |late| of_tail(late)).collect();
         let blocks: Vec<&Block> = blocks.into_iter().collect();
         let classes = Classes::of(blocks.iter().copied().chain(tail.iter().map(|late| &late.block)));
-        let (held, in_turn) = tail.into_iter().partition::<Vec<_>, _>(|late| {
-            self.judge(&late.block, late.later, process, &classes) == Some(Verdict::Leak)
-        });
+        let (mut held, mut in_turn) = (Vec::new(), Vec::new());
+        for late in tail {
+            match self.judge(&late.block, late.later, process, &classes) {
+                Some(Verdict::Leak) => held.push((late.block, Verdict::Leak)),
+                Some(Verdict::NotJudged(_)) => in_turn.push(late),
+                None => {}
+            }
+        }
         for late in in_turn {
             let shown = shown.contains(late.block.step);
             self.freed_late(late, shown);
@@ -574,7 +574,7 @@ impl Watched {
                 let verdict = self.judge(block, later_steps(block, process), process, &classes)?;
                 Some((block.clone(), verdict))
             })
-            .chain(held.into_iter().map(|late| (late.block, Verdict::Leak)))
+            .chain(held)
             .collect();
         self.judged.extend(judged);
     }

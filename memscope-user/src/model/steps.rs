@@ -121,11 +121,6 @@ impl Steps {
         StepId(self.list.len() as u32 - u32::from(self.open.is_some()))
     }
 
-    /// Whether a step is open the end of which will be told: others end where the next one begins.
-    pub fn in_range(&self) -> bool {
-        self.open.as_ref().is_some_and(|open| open.range.is_some())
-    }
-
     /// Why these are believed to be steps, when they were inferred.
     pub fn inferred(&self) -> Option<Inferred> {
         self.inferred

@@ -91,6 +91,14 @@ fn what_is_freed_last_was_held_to_the_end() {
         }
     }
 
+    // Interrupted within a step, which is never ended.
+    let mut interrupted = Script::new();
+    steps(&mut interrupted);
+    interrupted.range(MAIN, "step start");
+    tidy(&mut interrupted);
+    interrupted.push(MAIN, EventKind::AclFinalize);
+    assert_eq!(leaks(&verdicts(&interrupted)), wanted);
+
     let mut goes_on = Script::new();
     steps(&mut goes_on);
     tidy(&mut goes_on);
