@@ -40,7 +40,7 @@ pub enum Fact {
         framework: Framework,
         name: Name,
     },
-    /// The block was alive when the trace or the process ended: written as a FREE row with `shadow:true`.
+    /// The block was alive when its process ended or its device was reset: written as a FREE row with `shadow:true`.
     NeverFreed {
         pool: Pool,
         ptr: DevicePtr,
