@@ -76,8 +76,11 @@ fn a_late_attach_reports_what_came_after() -> Result<()> {
     if !V8.is_ready() {
         return Ok(());
     }
+    // Attaching takes seconds on an emulated machine whose kernel has no uprobe_multi.
+    const STEPS: u64 = 200;
     let dir = tempfile::tempdir()?;
-    let (mut target, file) = held(V8, dir.path(), &["leak", "--steps", "60", "--marks", "--step-ms", "100"])?;
+    let args = ["leak", "--steps", &STEPS.to_string(), "--marks", "--step-ms", "50"];
+    let (mut target, file) = held(V8, dir.path(), &args)?;
     let pid = target.pid();
     target.tell("go")?;
     thread::sleep(Duration::from_millis(500));
@@ -86,12 +89,12 @@ fn a_late_attach_reports_what_came_after() -> Result<()> {
     let report = tracer.finish()?.report()?;
     let device = report.device(pid, 0)?;
     let steps = report.0["steps"].as_array().map(Vec::len).unwrap_or_default() as u64;
-    assert!(steps > 20 && steps < 60, "{steps} whole steps seen");
+    assert!(steps > 20 && steps < STEPS, "{steps} whole steps seen");
     // Our step n is the workload's step n + offset; the first one warms up.
-    let offset = 60 - steps;
+    let offset = STEPS - steps;
     let wanted: Vec<Block> = events(&truth(&file)?, "leak")
         .into_iter()
-        .filter(|block| block.step >= offset + 2 && block.step < 60)
+        .filter(|block| block.step >= offset + 2 && block.step < STEPS)
         .map(|block| Block { step: block.step - offset, ..block })
         .collect();
     assert_eq!(report.blocks(device, "leaks"), wanted);
@@ -484,7 +487,7 @@ fn the_pool_of_mindspore_is_seen_though_it_loads_late() -> Result<()> {
         return Ok(());
     }
     let dir = tempfile::tempdir()?;
-    let (mut target, _) = held(V9, dir.path(), &["--loop-seconds", "2", "--end", "exit", "mindspore"])?;
+    let (mut target, _) = held(V9, dir.path(), &["--loop-seconds", "6", "--end", "exit", "mindspore"])?;
     let pid = target.pid();
     let tracer = Tracer::start(&["-p", &pid.to_string()])?.attached()?;
     target.tell("go")?;

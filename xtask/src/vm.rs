@@ -106,7 +106,7 @@ impl Choice {
 
 impl Args {
     /// What must hold on other kernels before anything else, on those of this machine that differ most in what they
-    /// can do: some minutes. All tests on all kernels take half an hour.
+    /// can do: some minutes. All tests on all kernels take an hour.
     pub fn smoke() -> Self {
         let [(oldest, _), .., (newest, _)] = RELEASES;
         let kernels = Kernel::all()
@@ -155,7 +155,7 @@ fn boot_all(kernels: &[Kernel], tests: &guest::Tests) -> anyhow::Result<Vec<mach
         if of_arch.is_empty() {
             continue;
         }
-        let system = guest::build(arch, &mut packages)?;
+        let system = guest::build(arch, &mut packages, tests)?;
         for kernel in of_arch {
             let image = packages.kernel(kernel)?;
             reports.push(machine::boot(kernel, &image, &system, tests)?);

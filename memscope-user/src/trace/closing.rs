@@ -27,7 +27,8 @@ impl Session<'_> {
     pub(super) fn finish(mut self) -> (Document, Attacher) {
         let dump = self.finish_dump();
         // Hits until the end by CPU time until some time before would be too much.
-        let share = if self.is_end_missed { self.last_share } else { self.share(self.sums()) };
+        let look = if self.is_end_missed { self.last_look } else { self.look() };
+        let share = self.share(look);
         let (sites, events) = self.sites_and_events();
         self.notes.extend(self.missed.note());
         if self.notes_left_out > 0 {

@@ -26,13 +26,14 @@ use tokio::{
 pub use self::targets::wanted_libraries;
 use self::{
     rows::write_rows,
+    tally::Look,
     targets::{Missed, Python, Target},
 };
 use crate::{
     analysis::{Online, inefficient},
     attach::{
         AttachError, Attacher, Mechanism, NativeStackConfig, StackConfig,
-        cost::{Prices, Share},
+        cost::Prices,
         kernel,
         proc::{Proc, ProcError},
         process::ProcessError,
@@ -211,7 +212,7 @@ struct Session<'p> {
     /// What probes cost here, once that has been measured.
     prices: Arc<OnceLock<Prices>>,
     /// As of the last status.
-    last_share: Option<Share>,
+    last_look: Look,
     /// A target was gone before it could be asked how much CPU time it had used in the end.
     is_end_missed: bool,
 }
@@ -279,7 +280,7 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
         root: None,
         family: None,
         prices: Arc::default(),
-        last_share: None,
+        last_look: Look::default(),
         is_end_missed: false,
     };
     if let Some(why) = session.attacher.stacks_refused() {
@@ -468,13 +469,12 @@ impl Session<'_> {
     }
 
     fn show_status(&mut self) {
-        let sums = self.sums();
-        self.last_share = self.share(sums);
-        let probes = self.last_share.and_then(|share| share.of_target());
+        self.last_look = self.look();
+        let probes = self.share(self.last_look).and_then(|share| share.of_target());
         let live = Live {
             online: &self.online,
             received: self.decoder.received,
-            lost: sums.lost,
+            lost: self.last_look.sums.lost,
             probes,
             elapsed: self.started.elapsed(),
         };

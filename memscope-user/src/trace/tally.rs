@@ -15,9 +15,16 @@ pub(super) struct Sums {
     pub(super) with_return: u64,
 }
 
+/// Both of one moment.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Look {
+    pub(super) sums: Sums,
+    pub(super) used: Duration,
+}
+
 impl Session<'_> {
     /// What happened at all sites so far. Each counter is a call into the kernel: one pass for all who ask.
-    pub(super) fn sums(&self) -> Sums {
+    fn sums(&self) -> Sums {
         let mut sums = Sums::default();
         for (site, counters) in self.attacher.tallies() {
             sums.lost += lost(&counters);
@@ -52,9 +59,8 @@ impl Session<'_> {
         let _ = std::thread::Builder::new().name("cost".into()).spawn(measuring);
     }
 
-    /// What the probes have cost the targets so far.
-    pub(super) fn share(&mut self, sums: Sums) -> Option<Share> {
-        let prices = *self.prices.get()?;
+    /// What happened at all sites so far, and the CPU time that the targets have used meanwhile.
+    pub(super) fn look(&mut self) -> Look {
         let mut used = Duration::ZERO;
         for (tgid, target) in &mut self.targets {
             if target.ended.is_none()
@@ -64,6 +70,13 @@ impl Session<'_> {
             }
             used += target.cpu.1.saturating_sub(target.cpu.0);
         }
+        Look { sums: self.sums(), used }
+    }
+
+    /// What the probes had cost the targets by then; `None` as long as it is not known what a hit costs.
+    pub(super) fn share(&self, look: Look) -> Option<Share> {
+        let Look { sums, used } = look;
+        let prices = *self.prices.get()?;
         Some(Share::new(prices, sums.entry, sums.with_return, used.as_nanos() as u64))
     }
 }

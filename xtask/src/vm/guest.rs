@@ -35,9 +35,9 @@ const TRACER: &str = "memscope-trace";
 const INIT: &str = include_str!("init.sh");
 
 /// Builds everything for a machine and packs it; the file that the kernel unpacks.
-pub fn build(arch: Arch, packages: &mut Packages) -> anyhow::Result<PathBuf> {
+pub fn build(arch: Arch, packages: &mut Packages, tests: &Tests) -> anyhow::Result<PathBuf> {
     let compiler = Compiler::find(arch, packages)?;
-    let programs = compiler.programs()?;
+    let programs = compiler.programs(tests)?;
 
     fs::create_dir_all(dir())?;
     let tree = Tree { arch, dir: tempfile::tempdir_in(dir())? };
@@ -153,16 +153,27 @@ impl Compiler {
     }
 
     /// Builds the tracer and the tests; what was built, by name.
-    fn programs(&self) -> anyhow::Result<HashMap<String, PathBuf>> {
-        if self.arch.is_host() {
+    fn programs(&self, tests: &Tests) -> anyhow::Result<HashMap<String, PathBuf>> {
+        let mut programs = if self.arch.is_host() {
             // As `cargo xtask test` has built them: of fewer packages, cargo would build with fewer features.
-            return self.build(&["test", "--no-run", "--workspace"]);
+            self.build(&["test", "--no-run", "--workspace"])?
+        } else {
+            let tests = TESTS.iter().flat_map(|name| ["--test", name]);
+            let arguments: Vec<_> =
+                ["test", "--no-run", "--package", "memscope-e2e"].into_iter().chain(tests).collect();
+            self.build(&arguments)?
+        };
+        // An emulated machine takes longer for all the tests than the compiler for its optimisations.
+        if *tests == Tests::All || !programs.contains_key(TRACER) {
+            programs.extend(self.build(&[
+                "build",
+                "--release",
+                "--package",
+                "memscope-user",
+                "--bin",
+                TRACER,
+            ])?);
         }
-        let mut programs = self.build(&["build", "--package", "memscope-user", "--bin", TRACER])?;
-        let tests = TESTS.iter().flat_map(|name| ["--test", name]);
-        let arguments: Vec<_> =
-            ["test", "--no-run", "--package", "memscope-e2e"].into_iter().chain(tests).collect();
-        programs.extend(self.build(&arguments)?);
         Ok(programs)
     }
 
