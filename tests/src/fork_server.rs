@@ -1,7 +1,7 @@
 //! Processes that have imported torch already.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, btree_map::Entry},
     io::{BufRead, BufReader, PipeReader, PipeWriter, Write, pipe},
     os::{fd::AsRawFd, unix::process::ExitStatusExt},
     process::{Child, ChildStdin, ChildStdout, ExitStatus, Stdio},
@@ -14,7 +14,7 @@ use serde_json::json;
 use crate::Ground;
 
 /// One for each ground. They end with this process, which closes their standard inputs.
-static SERVERS: Mutex<Option<HashMap<&'static str, Server>>> = Mutex::new(None);
+static SERVERS: Mutex<BTreeMap<&'static str, Server>> = Mutex::new(BTreeMap::new());
 
 struct Server {
     _child: Child,
@@ -59,14 +59,13 @@ pub(crate) fn fork(ground: Ground, args: &[&str], env: &[(&str, &str)]) -> Resul
     let path = |stream: &dyn AsRawFd| format!("/proc/{}/fd/{}", std::process::id(), stream.as_raw_fd());
     let request = json!({
         "argv": ground.program(args),
-        "env": env.iter().copied().collect::<HashMap<_, _>>(),
+        "env": env.iter().copied().collect::<BTreeMap<_, _>>(),
         "streams": [path(&theirs_in), path(&theirs_out), path(&theirs_err)],
     });
     let mut servers = SERVERS.lock().unwrap_or_else(PoisonError::into_inner);
-    let servers = servers.get_or_insert_default();
     let server = match servers.entry(version) {
-        std::collections::hash_map::Entry::Occupied(known) => known.into_mut(),
-        std::collections::hash_map::Entry::Vacant(free) => free.insert(Server::start(ground)?),
+        Entry::Occupied(known) => known.into_mut(),
+        Entry::Vacant(free) => free.insert(Server::start(ground)?),
     };
     writeln!(server.requests, "{request}")?;
     let answer = server.answer()?;

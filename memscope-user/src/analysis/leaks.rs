@@ -434,38 +434,21 @@ impl Analysis for Leaks {
                 }
             }
             Change::Reset { device, blocks } => {
-                let shown = self.shown.clone();
-                if let Some(process) = ledger.process(event.tgid)
-                    && let Some(watched) = self.watch(event.tgid, ledger)
-                {
-                    watched.judge_for_good(
-                        blocks,
-                        |late| late.block.device == Some(*device),
-                        process,
-                        &shown,
-                    );
-                }
+                let of_device = |late: &Late| late.block.device == Some(*device);
+                self.judge_for_good(event.tgid, ledger, blocks, of_device);
             }
-            Change::Ended { blocks, .. } => {
-                let shown = self.shown.clone();
-                if let Some(process) = ledger.process(event.tgid)
-                    && let Some(watched) = self.watch(event.tgid, ledger)
-                {
-                    watched.judge_for_good(blocks, |_| true, process, &shown);
-                }
-            }
+            Change::Ended { blocks, .. } => self.judge_for_good(event.tgid, ledger, blocks, |_| true),
             Change::StepsRetracted => {
                 if let Some(watched) = self.watch(event.tgid, ledger) {
                     *watched = Watched { judged_to: watched.judged_to, ..Watched::default() };
                 }
             }
             Change::Finalized => {
-                let shown = self.shown.clone();
-                if let Some(process) = ledger.process(event.tgid)
-                    && let Some(watched) = self.watch(event.tgid, ledger)
-                {
-                    watched.judge_for_good(process.blocks(), |_| true, process, &shown);
-                    watched.judged_to = process.last_id();
+                if let Some(process) = ledger.process(event.tgid) {
+                    self.judge_for_good(event.tgid, ledger, process.blocks(), |_| true);
+                    if let Some(watched) = self.watch(event.tgid, ledger) {
+                        watched.judged_to = process.last_id();
+                    }
                 }
             }
             _ => {}
@@ -488,6 +471,22 @@ impl Leaks {
     /// What was freed last counts as freed: the program goes on, or the trace ends before it does.
     pub fn finish(&mut self) {
         (0..self.processes.len()).for_each(|position| self.end_tail(position));
+    }
+
+    /// Passes judgement on blocks that nothing will be heard of any more, and on what was freed last.
+    fn judge_for_good<'a>(
+        &mut self,
+        tgid: Tgid,
+        ledger: &Ledger,
+        blocks: impl IntoIterator<Item = &'a Block>,
+        of_tail: impl Fn(&Late) -> bool,
+    ) {
+        self.watch(tgid, ledger);
+        if let (Some(process), Some(position)) = (ledger.process(tgid), ledger.position(tgid))
+            && let Some(watched) = self.processes.get_mut(position)
+        {
+            watched.judge_for_good(blocks, of_tail, process, &self.shown);
+        }
     }
 
     fn end_tail(&mut self, position: usize) {
@@ -544,7 +543,7 @@ impl Watched {
         self.old.entry((pool, device, size_class(size))).or_default().freed(process);
     }
 
-    /// Passes judgement on blocks that nothing will be heard of any more, and on what was freed last.
+    /// See [`Leaks::judge_for_good`].
     fn judge_for_good<'a>(
         &mut self,
         blocks: impl IntoIterator<Item = &'a Block>,

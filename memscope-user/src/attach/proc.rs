@@ -124,6 +124,13 @@ impl Proc {
             .unwrap_or_default()
     }
 
+    /// Value of a variable in the environment that the program of the process was started with.
+    pub fn variable(&self, tgid: Tgid, name: &[u8]) -> io::Result<Option<Vec<u8>>> {
+        let environment = fs::read(self.path(tgid, "environ"))?;
+        let mut entries = environment.split(|byte| *byte == 0);
+        Ok(entries.find_map(|entry| Some(entry.strip_prefix(name)?.strip_prefix(b"=")?.to_vec())))
+    }
+
     /// The id of the parent, and of the session.
     pub fn parent_and_session(&self, tgid: Tgid) -> Option<(Tgid, u32)> {
         let stat = self.stat(tgid)?;

@@ -200,7 +200,7 @@ impl Process {
     /// Reads again what `exec` changes.
     pub fn refresh(&mut self) {
         self.command = command_line(&self.proc, self.tgid);
-        let visible = self.environment(b"ASCEND_RT_VISIBLE_DEVICES");
+        let visible = self.proc.variable(self.tgid, b"ASCEND_RT_VISIBLE_DEVICES");
         self.is_environment_denied =
             visible.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::PermissionDenied);
         self.visible_devices = visible.ok().flatten().map(|value| parse_devices(&value));
@@ -223,13 +223,6 @@ impl Process {
             }
             _ => Ok(()),
         }
-    }
-
-    /// Value of a variable in the environment that the process was started with.
-    fn environment(&self, name: &[u8]) -> io::Result<Option<Vec<u8>>> {
-        let environ = fs::read(self.proc.path(self.tgid, "environ"))?;
-        let mut lines = environ.split(|b| *b == 0);
-        Ok(lines.find_map(|line| Some(line.strip_prefix(name)?.strip_prefix(b"=")?.to_vec())))
     }
 
     /// The files mapped executable, each once.

@@ -26,7 +26,7 @@ pub enum Scope {
     Host,
 }
 
-/// A site as planned or attached. Its index in [`Attacher::sites`] is the number in records, until its process ends: then
+/// A site as planned or attached. Its index in [`super::Attacher::sites`] is the number in records, until its process ends: then
 /// the number is another's.
 #[derive(Debug, Clone)]
 pub struct SiteState {

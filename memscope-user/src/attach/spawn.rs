@@ -52,12 +52,8 @@ impl Family {
     /// Whether a process is of it, as far as its environment may be read. It began with this environment: what it has
     /// changed since does not show.
     pub fn has(&self, proc: &Proc, tgid: Tgid) -> bool {
-        let environment = fs::read(proc.path(tgid, "environ")).unwrap_or_default();
-        let mut entries = environment.split(|byte| *byte == 0);
-        entries.any(|entry| {
-            let value = entry.strip_prefix(FAMILY.as_bytes()).and_then(|rest| rest.strip_prefix(b"="));
-            value == Some(self.0.as_bytes())
-        })
+        let value = proc.variable(tgid, FAMILY.as_bytes());
+        value.is_ok_and(|value| value.as_deref() == Some(self.0.as_bytes()))
     }
 }
 

@@ -33,7 +33,7 @@ pub(super) fn write_rows(
         if config.decompose
             && let Fact::Event(EventKind::Alloc(alloc)) = &row.fact
         {
-            row.owner = ledger.process(event.tgid).and_then(|process| owner(process, alloc, event.tid));
+            row.owner = process.and_then(|process| owner(process, alloc, event.tid));
         }
         if !config.only_steps.is_all() && !chosen.has(&row) {
             return;

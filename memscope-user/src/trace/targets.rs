@@ -58,6 +58,9 @@ impl Default for Python {
 /// Times that an interpreter may not be understood: one that is just starting up looks like no other.
 const REFUSALS: u32 = 3;
 
+/// How far the age of a process may be off, at most: two clock ticks, and some.
+const AGE_ERROR: Duration = Duration::from_millis(50);
+
 /// Processes named that run on after the command.
 const RELATIVES_NAMED: usize = 10;
 
@@ -490,6 +493,11 @@ impl Session<'_> {
 
     /// Whether a process is a child, grandchild, … of a target, or was when its parents lived.
     fn descends(&self, tgid: Tgid) -> bool {
+        // Nearly all of a host: they need no closer look, every second.
+        let is_older = |age| age > self.started.elapsed() + AGE_ERROR;
+        if self.config.proc.age(tgid).is_some_and(is_older) {
+            return false;
+        }
         self.has_living_ancestor(tgid)
             || self.family.as_ref().is_some_and(|family| family.has(&self.config.proc, tgid))
     }
