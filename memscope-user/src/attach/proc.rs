@@ -131,6 +131,12 @@ impl Proc {
         Ok(entries.find_map(|entry| Some(entry.strip_prefix(name)?.strip_prefix(b"=")?.to_vec())))
     }
 
+    /// Whether the process has an environment that may be read. Within `exec` it has none: a read in 60 of a chain of
+    /// programs finds it so (kernel 6.18).
+    pub fn shows_environment(&self, tgid: Tgid) -> bool {
+        fs::read(self.path(tgid, "environ")).is_ok_and(|environment| !environment.is_empty())
+    }
+
     /// The id of the parent, and of the session.
     pub fn parent_and_session(&self, tgid: Tgid) -> Option<(Tgid, u32)> {
         let stat = self.stat(tgid)?;
@@ -224,6 +230,19 @@ mod tests {
         let ended = |state, threads| Stat::parse(line(state, threads).as_bytes()).unwrap().has_ended();
         // The first thread may end before the others.
         assert_eq!([ended('S', 1), ended('Z', 3), ended('Z', 1)], [false, false, true]);
+    }
+
+    #[test]
+    fn a_process_without_an_environment_has_none_of_its_variables() {
+        let dir = tempfile::tempdir().unwrap();
+        for (tgid, environment) in [("1", ""), ("2", "A=1\0AB=2\0")] {
+            std::fs::create_dir(dir.path().join(tgid)).unwrap();
+            std::fs::write(dir.path().join(tgid).join("environ"), environment).unwrap();
+        }
+        let proc = Proc { root: dir.path().into(), ..Proc::default() };
+        let b = |tgid| proc.variable(Tgid(tgid), b"AB").ok().flatten();
+        assert_eq!((b(1), b(2), b(3)), (None, Some(b"2".to_vec()), None));
+        assert_eq!([1, 2, 3].map(|tgid| proc.shows_environment(Tgid(tgid))), [false, true, false]);
     }
 
     #[test]

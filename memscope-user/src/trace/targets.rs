@@ -9,7 +9,7 @@ use std::{
 use nix::sys::signal::Signal;
 use tokio::{io::unix::AsyncFd, time::sleep};
 
-use super::{SWEEP, Session, TICK, Targets, TraceError, clock, now};
+use super::{SCAN, SWEEP, Session, TICK, Targets, TraceError, clock, now};
 use crate::{
     attach::{
         AttachError, Attached, Ending, Scope, privilege,
@@ -465,6 +465,7 @@ impl Session<'_> {
                 }
                 Err(_) => false,
             },
+            Targets::Command(_) if self.may_be_within_exec(tgid) => false,
             _ => {
                 let _ = self.attacher.judge(tgid, false);
                 self.strangers.insert(tgid, self.config.proc.start_time(tgid));
@@ -500,6 +501,12 @@ impl Session<'_> {
         }
         self.has_living_ancestor(tgid)
             || self.family.as_ref().is_some_and(|family| family.has(&self.config.proc, tgid))
+    }
+
+    /// Whether a process shows no environment as yet, by which it would be known: whose it is will be seen later.
+    fn may_be_within_exec(&self, tgid: Tgid) -> bool {
+        let proc = &self.config.proc;
+        !proc.shows_environment(tgid) && proc.age(tgid).is_some_and(|age| age < SCAN)
     }
 
     fn has_living_ancestor(&self, tgid: Tgid) -> bool {
