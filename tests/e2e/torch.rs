@@ -14,6 +14,9 @@ use serde_json::{Value, json};
 /// The 8.x layout of CANN, and the 9.x layout.
 const GROUNDS: [Ground; 2] = [Ground::Torch("2.7.1"), Ground::Torch("2.14.0")];
 
+/// The file, beside the truth, whose being there ends a loop.
+const STOP: &str = "stop";
+
 struct Run {
     target: Target,
     file: PathBuf,
@@ -21,12 +24,15 @@ struct Run {
 }
 
 impl Run {
-    /// Starts a workload; it tells the truth to a file.
-    fn start(ground: Ground, program: &str, args: &[&str]) -> Result<Self> {
+    /// Starts a training loop, which tells the truth to a file and goes on until [`Run::end_after`] ends it: whatever
+    /// time the tracer takes to attach, there are steps left.
+    fn start(ground: Ground, args: &[&str]) -> Result<Self> {
         let dir = tempfile::tempdir()?;
         let file = dir.path().join("truth.jsonl");
         let path = file.to_string_lossy().into_owned();
-        let command = ground.command(&[&[program, "--truth", &path], args].concat());
+        let stop = file.with_file_name(STOP).to_string_lossy().into_owned();
+        let endless = ["train_leak.py", "--truth", &path, "--steps", "0", "--stop-file", &stop];
+        let command = ground.command(&[&endless, args].concat());
         Ok(Self { target: Target::start(command)?, file, _dir: dir })
     }
 
@@ -56,6 +62,16 @@ impl Run {
             thread::sleep(Duration::from_millis(10));
         }
         anyhow::bail!("{} does not have what was waited for", self.file.display())
+    }
+
+    /// Lets the loop do so many more steps and end; which step was its last.
+    fn end_after(&self, steps: u64) -> Result<u64> {
+        let marked = |line: &Value| (line["event"] == "mark").then(|| line["step"].as_u64()).flatten();
+        let now = truth(&self.file)?.iter().filter_map(marked).max().unwrap_or(0);
+        self.wait_for(|line| marked(line) >= Some(now + steps))?;
+        std::fs::write(self.file.with_file_name(STOP), "")?;
+        self.wait_for(|line| line["event"] == "end")?;
+        truth(&self.file)?.iter().filter_map(marked).max().context("no step")
     }
 
     /// Waits for the end of both; what they say.
@@ -200,14 +216,14 @@ fn a_running_training_loop_is_traced_and_its_leaks_are_exactly_the_truth() -> Re
         if !ground.is_ready() {
             continue;
         }
-        let args = ["--steps", "36", "--step-ms", "230", "--last-block", "--leak-gradients"];
-        let run = Run::start(ground, "train_leak.py", &args)?;
+        let run = Run::start(ground, &["--step-ms", "50", "--last-block", "--leak-gradients"])?;
         run.wait_for(|line| line["event"] == "mark" && line["step"] == 3)?;
         let tracer = Tracer::start(&["-p", &run.target.pid().to_string()])?.attached()?;
+        let steps = run.end_after(24)?;
         let (pid, lines, traced) = run.finish(tracer)?;
         let report = traced.report()?;
-        let seen = assert_leaks(&report, pid, &lines, 36)?;
-        assert!(seen >= 15, "{seen} whole steps seen");
+        let seen = assert_leaks(&report, pid, &lines, steps)?;
+        assert!(seen >= 24, "{seen} whole steps seen");
         let device = report.device(pid, 0)?;
         let last = tell(&lines, "keep", Some("last"));
         let not_judged = report.blocks(device, "not_judged");
@@ -294,12 +310,12 @@ fn a_loop_without_leaks_has_none() -> Result<()> {
     if !ground.is_ready() {
         return Ok(());
     }
-    let args = ["--steps", "24", "--step-ms", "100", "--no-leaks", "--optimizer", "adamw"];
-    let run = Run::start(ground, "train_leak.py", &args)?;
+    let run = Run::start(ground, &["--step-ms", "50", "--no-leaks", "--optimizer", "adamw"])?;
     run.wait_for(|line| line["event"] == "mark" && line["step"] == 2)?;
     let tracer = Tracer::start(&["-p", &run.target.pid().to_string(), "--fail-on", "leaks"])?.attached()?;
+    let steps = run.end_after(18)?;
     let (pid, lines, traced) = run.finish(tracer)?;
-    assert_leaks(&traced.report()?, pid, &lines, 24)?;
+    assert_leaks(&traced.report()?, pid, &lines, steps)?;
     assert_eq!(traced.status.code(), Some(0), "state built once is no finding");
     Ok(())
 }
@@ -311,7 +327,7 @@ fn a_trace_that_ends_before_the_loop_reports_no_ring_as_leaks() -> Result<()> {
     if !ground.is_ready() {
         return Ok(());
     }
-    let run = Run::start(ground, "train_leak.py", &["--steps", "0", "--step-ms", "150"])?;
+    let run = Run::start(ground, &["--step-ms", "150"])?;
     run.wait_for(|line| line["event"] == "mark" && line["step"] == 8)?;
     let pid = run.target.pid();
     let tracer = Tracer::start(&["-p", &pid.to_string(), "-d", "4", "--fail-on", "leaks"])?.attached()?;
