@@ -8,7 +8,12 @@ mod machine;
 mod packages;
 mod support;
 
-use std::fs;
+use std::{
+    fs, iter,
+    panic::resume_unwind,
+    sync::{Mutex, PoisonError},
+    thread,
+};
 
 use anyhow::{Context, bail};
 
@@ -149,7 +154,7 @@ fn boot_all(kernels: &[Kernel], tests: &guest::Tests) -> anyhow::Result<Vec<mach
     setup::install(&machine::needs(kernels))?;
     ebpf::build()?;
     let mut packages = packages::Packages::default();
-    let mut reports = Vec::new();
+    let mut machines = Vec::new();
     for arch in Arch::ALL {
         let of_arch: Vec<_> = kernels.iter().copied().filter(|kernel| kernel.arch == arch).collect();
         if of_arch.is_empty() {
@@ -157,10 +162,24 @@ fn boot_all(kernels: &[Kernel], tests: &guest::Tests) -> anyhow::Result<Vec<mach
         }
         let system = guest::build(arch, &mut packages, tests)?;
         for kernel in of_arch {
-            let image = packages.kernel(kernel)?;
-            reports.push(machine::boot(kernel, &image, &system, tests)?);
+            machines.push((kernel, packages.kernel(kernel)?, system.clone()));
         }
     }
+    // Guests wait a lot, for the kernel's grace periods above all, and a second one works meanwhile.
+    let waiting = Mutex::new(machines.iter());
+    let next = || waiting.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let work = || {
+        let boots = iter::from_fn(next);
+        boots.map(|(kernel, image, system)| machine::boot(*kernel, image, system, tests)).collect::<Vec<_>>()
+    };
+    let mut reports = thread::scope(|scope| {
+        let side_by_side = if *tests == guest::Tests::Shell { 1 } else { 2 };
+        let workers: Vec<_> = (0..side_by_side).map(|_| scope.spawn(work)).collect();
+        let done =
+            workers.into_iter().map(|worker| worker.join().unwrap_or_else(|panic| resume_unwind(panic)));
+        done.flatten().collect::<anyhow::Result<Vec<_>>>()
+    })?;
+    reports.sort_by_key(|report| kernels.iter().position(|kernel| *kernel == report.kernel));
     Ok(reports)
 }
 

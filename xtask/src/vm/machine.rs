@@ -17,8 +17,8 @@ use serde::Deserialize;
 use super::{Arch, Kernel, guest::Tests, packages::dir};
 use crate::{command::on_path, setup::Need};
 
-/// How long a guest may take. All tests take 8 minutes on two cores where sites are attached one by one.
-const PATIENCE: Duration = Duration::from_secs(1200);
+/// How long a guest may take. All tests take 10 minutes, beside another guest, where sites are attached one by one.
+const PATIENCE: Duration = Duration::from_secs(2400);
 
 /// What booting these kernels needs.
 pub fn needs(kernels: &[Kernel]) -> Vec<Need> {
