@@ -1,5 +1,7 @@
 """Trains a model for some steps and says what each of its tensors is for at the end of the last one.
 
+The best weights are kept, as training loops do: copies that nothing computes with.
+
 Truth: `tensor` with the kind: weight, gradient, optimizer_state or activation.
 """
 
@@ -32,6 +34,7 @@ def main():
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
+    best = []
     for step in range(1, args.steps + 1):
         with run.range("step start"):
             batch, target = torch.randn(shape).to("npu"), torch.randn(shape).to("npu")
@@ -43,6 +46,8 @@ def main():
                 loss.backward()
             with run.range("optimizer"):
                 optimizer.step()
+            if step == 3:
+                best = [value.clone() for value in model.state_dict().values()]
             run.npu.synchronize()
             if step == args.steps:
                 break
@@ -56,7 +61,7 @@ def main():
         tell("gradient", parameter.grad)
         for value in optimizer.state[parameter].values():
             tell("optimizer_state", value)
-    for tensor in [batch, target, output, loss]:
+    for tensor in [batch, target, output, loss, *best]:
         tell("activation", tensor)
     run.tell("end")
     os._exit(0)

@@ -25,8 +25,8 @@ pub(super) struct Phases {
     now: Phase,
     /// Of the backward pass.
     backward: Option<Tid>,
-    /// The latest operator, its thread, and whether its uses tell anything.
-    operator: Option<(Tid, Name, bool)>,
+    /// The latest operator, its thread, and what its name says.
+    operator: Option<(Tid, Name, Roles)>,
     roles: FxHashMap<Name, Roles>,
 }
 
@@ -48,17 +48,19 @@ impl Phases {
             Phase::Optimizer if !arithmetic => Phase::Forward,
             now => now,
         };
-        self.operator = Some((tid, name.clone(), !roles.zeroes));
+        self.operator = Some((tid, name.clone(), roles));
     }
 
     pub fn step(&mut self) {
         self.now = Phase::Forward;
     }
 
-    /// The phase of a use, if it tells anything: a copy does not, and neither does setting to zero.
-    pub fn of(&self, tid: Tid, access: &Access) -> Option<Phase> {
-        let (of, name, tells) = self.operator.as_ref()?;
-        (*tells && *of == tid && access.op.as_ref() == Some(name)).then_some(self.now)
+    /// The phase of a use and the roles of its operator, if they tell anything: a copy by the runtime does not, and
+    /// neither does setting to zero.
+    pub fn of(&self, tid: Tid, access: &Access) -> Option<(Phase, Roles)> {
+        let (of, name, roles) = self.operator.as_ref()?;
+        let tells = !roles.zeroes && *of == tid && access.op.as_ref() == Some(name);
+        tells.then_some((self.now, *roles))
     }
 }
 
@@ -72,15 +74,21 @@ impl Uses {
     const BACKWARD: u8 = 1 << 2;
     const OPTIMIZER: u8 = 1 << 3;
     const CHANGED: u8 = 1 << 4;
+    const COMPUTED: u8 = 1 << 5;
 
-    pub fn add(&mut self, phase: Option<Phase>, kind: AccessKind) {
+    pub fn add(&mut self, told: Option<(Phase, Roles)>, kind: AccessKind) {
         self.0 |= Self::ANY;
-        self.0 |= match phase {
+        self.0 |= match told {
             None => 0,
-            Some(Phase::Forward) => Self::FORWARD,
-            Some(Phase::Backward) => Self::BACKWARD,
-            Some(Phase::Optimizer) if kind == AccessKind::Read => Self::OPTIMIZER,
-            Some(Phase::Optimizer) => Self::OPTIMIZER | Self::CHANGED,
+            Some((Phase::Forward, _)) => Self::FORWARD,
+            Some((Phase::Backward, _)) => Self::BACKWARD,
+            Some((Phase::Optimizer, roles)) => {
+                let changed = kind != AccessKind::Read;
+                // What is copied to is a result of nothing, and what is read is part of an update when it changes another.
+                let computed = !roles.fills && (changed || roles.in_place || roles.update);
+                let of = |which, bit| if which { bit } else { 0 };
+                Self::OPTIMIZER | of(changed, Self::CHANGED) | of(computed, Self::COMPUTED)
+            }
         };
     }
 
@@ -90,8 +98,8 @@ impl Uses {
 
     /// - A weight is computed with, and changed by the optimizer.
     /// - A gradient comes from the backward pass and goes to the optimizer.
-    /// - What only the optimizer uses is its state.
-    /// - Everything else that is used is data on its way.
+    /// - What only the optimizer uses, and computes with, is its state. Copies of weights that are kept are not.
+    /// - Everything else that is used is data, on its way or kept.
     pub fn class(self) -> Class {
         match self {
             _ if !self.has(Self::ANY) => Class::Unknown,
@@ -100,7 +108,8 @@ impl Uses {
             }
             _ if self.has(Self::FORWARD) || !self.has(Self::OPTIMIZER) => Class::Activation,
             _ if self.has(Self::BACKWARD) => Class::Gradient,
-            _ => Class::OptimizerState,
+            _ if self.has(Self::COMPUTED) => Class::OptimizerState,
+            _ => Class::Activation,
         }
     }
 }

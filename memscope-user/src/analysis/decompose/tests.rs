@@ -103,6 +103,45 @@ fn what_a_block_is_for_shows_in_the_phases_that_use_it() {
     assert_eq!(sums, [11 * MIB; 3]);
 }
 
+/// Of live blocks, by address.
+fn classes(script: &Script) -> Vec<(u64, Class)> {
+    let online = fed(script);
+    let decompose = online.decompose.as_ref().unwrap_or_else(|| panic!("asked for"));
+    let devices = decompose.of(0, &online.ledger);
+    let mut of: Vec<_> = devices[0].blocks.iter().map(|block| (block.ptr.0, block.class)).collect();
+    of.sort_unstable_by_key(|(ptr, _)| *ptr);
+    of
+}
+
+#[test]
+fn a_copy_that_is_kept_is_no_state_of_the_optimizer() {
+    use AccessKind::{Read, Write};
+    const BEST: u64 = 0x50_0000;
+    const DISTANCE: u64 = 0x60_0000;
+    let mut script = Script::new();
+    script.alloc(WEIGHT, MIB);
+    step(&mut script, true);
+    script.free(GRADIENT);
+    let of_first_step = [(WEIGHT, Class::Weight), (STATE, Class::OptimizerState)];
+    assert_eq!(classes(&script), of_first_step, "the first momentum is a copy of the gradient");
+    let range = script.range(MAIN, "step start");
+    op(&mut script, MAIN, "aclnnMm", &[(WEIGHT, Read)]);
+    op(&mut script, AUTOGRAD, "aclnnMmBackward", &[(WEIGHT, Read)]);
+    op(&mut script, MAIN, "aclnnInplaceMuls", &[(STATE, Write)]);
+    op(&mut script, MAIN, "aclnnInplaceAdd", &[(WEIGHT, Write), (STATE, Read)]);
+    script.alloc(BEST, MIB).alloc(DISTANCE, MIB);
+    op(&mut script, MAIN, "aclnnInplaceCopy", &[(BEST, Write), (WEIGHT, Read)]);
+    op(&mut script, MAIN, "aclnnSub", &[(WEIGHT, Read), (BEST, Read), (DISTANCE, Write)]);
+    script.free(DISTANCE);
+    op(&mut script, MAIN, "aclnnInplaceCopy", &[(WEIGHT, Write), (BEST, Read)]);
+    script.range_end(MAIN, range);
+    assert_eq!(
+        classes(&script),
+        [of_first_step[0], of_first_step[1], (BEST, Class::Activation)],
+        "copied and compared, but no update is made with it"
+    );
+}
+
 #[test]
 fn a_process_that_ends_is_decomposed_as_it_was() {
     let mut script = Script::new();
