@@ -12,6 +12,7 @@
 //! What proves to have been no steps (layers, parts of steps, or what went before the first mark of a process that
 //! marks its steps after all) is taken back, by [`EventKind::StepsRetracted`].
 
+mod gaps;
 mod ops;
 mod repetition;
 pub(super) mod roles;
@@ -23,7 +24,8 @@ use rustc_hash::FxHashMap;
 
 use crate::model::{Basis, Event, EventKind, Inferred, Name, Nanos, StepRule, StepsFrom, Tgid, Tid};
 
-use ops::{Mean, Names, Op, OpId, Pauses, pause};
+use gaps::{Gaps, like};
+use ops::{Names, Op, OpId, Pauses, pause};
 use repetition::Repetition;
 use training::Training;
 
@@ -35,9 +37,6 @@ const OPERATORS_SURE: u64 = 2048;
 const OPERATORS_SOME: u64 = 256;
 const PERIODS_SURE: usize = 16;
 const PENDING_MAX: usize = 4096;
-
-/// Kinds of events between steps that are told apart.
-const GAPS_MAX: usize = 4096;
 
 /// Kinds of periods that are counted.
 const SIGNATURES_MAX: usize = 64;
@@ -68,13 +67,9 @@ struct Process {
     /// Beginnings of steps by repetition, by operator and signature, as long as it is not sure.
     pending: Vec<(u64, u64)>,
     held: VecDeque<Held>,
-    /// Pauses before the events between two steps.
-    gaps: FxHashMap<Like, Mean>,
+    gaps: Gaps,
     periods: Periods,
 }
-
-/// What makes events alike: the kind, and bytes.
-type Like = (std::mem::Discriminant<EventKind>, u64);
 
 #[derive(Debug)]
 struct Held {
@@ -245,7 +240,7 @@ impl Process {
         out.extend(self.held.drain(..).map(|held| held.event));
     }
 
-    /// Begins a step with an operator: in the longest pause since the one before it.
+    /// Begins a step with an operator: in the usually longest pause since the one before it.
     fn begin_step(&mut self, number: u64, tid: Tid, basis: Basis, ended: Option<u64>, out: &mut Vec<Event>) {
         let at = match self.held.iter().position(|held| held.operator == Some(number)) {
             Some(at) => at,
@@ -254,19 +249,12 @@ impl Process {
             None => return,
         };
         let since = self.held.range(..at).rposition(|held| held.operator.is_some()).map_or(0, |op| op + 1);
-        for index in since.max(1)..=at {
-            let [before, event] = [index - 1, index].map(|index| &self.held[index].event);
-            let like = like(&event.kind);
-            if self.gaps.len() < GAPS_MAX || self.gaps.contains_key(&like) {
-                self.gaps.entry(like).or_default().add(pause(before.time, event.time));
-            }
-        }
-        let usual = |index: &usize| {
-            let mean = self.held.get(*index).and_then(|held| self.gaps.get(&like(&held.event.kind)));
-            mean.map_or(0.0, |mean| mean.get())
-        };
-        let longest = |a: &usize, b: &usize| usual(a).total_cmp(&usual(b)).then(b.cmp(a));
-        let place = (since..=at).max_by(longest).unwrap_or(at);
+        let pauses = (since..=at).map(|index| {
+            let before = self.held[index.saturating_sub(1)].event.time;
+            let event = &self.held[index].event;
+            (like(&event.kind), event.time.0.saturating_sub(before.0))
+        });
+        let place = since + self.gaps.usually_longest(&pauses.collect::<Vec<_>>());
         out.extend(self.held.drain(..place).map(|held| held.event));
         let Some(next) = self.held.front() else { return };
         let (time, tgid) = (next.event.time, next.event.tgid);
@@ -292,15 +280,6 @@ impl Process {
             out.push(Event { time, tgid, tid, kind: EventKind::StepsRetracted });
         }
     }
-}
-
-fn like(kind: &EventKind) -> Like {
-    let size = match kind {
-        EventKind::Alloc(alloc) => alloc.size,
-        EventKind::Free(free) => free.size.unwrap_or(0),
-        _ => 0,
-    };
-    (std::mem::discriminant(kind), size)
 }
 
 impl Periods {

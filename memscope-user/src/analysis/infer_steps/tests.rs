@@ -319,7 +319,7 @@ fn a_step_begins_in_the_usually_longest_pause_between_its_operators() {
     let mut events: Vec<Event> = Vec::new();
     let mut script = training_script(8);
     let mut time = 0;
-    for (index, event) in script.events.drain(..).enumerate() {
+    for (index, mut event) in script.events.drain(..).enumerate() {
         // The pause is before the input is allocated, which is after the leak.
         let pause = matches!(&event.kind, EventKind::Alloc(alloc) if alloc.size == 2048) && index > 1;
         // But for one time, when the program is interrupted before.
@@ -329,6 +329,13 @@ fn a_step_begins_in_the_usually_longest_pause_between_its_operators() {
             (_, true) => 700_000 * u64::from(index < 100),
             _ => 10_000,
         };
+        // And what is built once, after a longer interruption.
+        if let EventKind::Alloc(alloc) = &mut event.kind
+            && alloc.ptr.0 == 0x9000_0000 + 4 * MIB
+        {
+            alloc.size = 8 * MIB;
+            time += 50_000_000;
+        }
         events.push(Event { time: Nanos(time), ..event });
     }
     let mut inference = StepInference::new(StepRule::default(), StepsFrom::Ops);
