@@ -628,7 +628,7 @@ fn without_marks_steps_are_inferred_where_they_are() -> Result<()> {
             continue;
         }
         let steps = STEPS.to_string();
-        let args = ["--no-marks", "--steps", &steps, "--step-ms", "30", "--optimizer", optimizer];
+        let args = ["--no-marks", "--steps", &steps, "--pause-ms", "30", "--optimizer", optimizer];
         let run = Run::held(ground, "train_leak.py", &args, &[])?;
         let tracer = Tracer::start(&["-p", &run.target.pid().to_string()])?.attached()?;
         run.go()?;

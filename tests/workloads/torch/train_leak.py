@@ -30,6 +30,7 @@ def main():
     parser.add_argument("--steps", type=int, default=12, help="0: until the stop file exists")
     parser.add_argument("--stop-file", metavar="FILE", help="end after the step in which this file appears")
     parser.add_argument("--step-ms", type=float, default=0, help="shortest duration of a step")
+    parser.add_argument("--pause-ms", type=float, default=0, help="pause so long at the end of each step")
     parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd")
     parser.add_argument("--last-block", action="store_true", help="allocate 64 MiB in the last step")
     parser.add_argument("--no-leaks", action="store_true")
@@ -112,8 +113,7 @@ def main():
 
             value = loss.item()
             remaining = args.step_ms / 1000 - (time.monotonic() - begin)
-            if remaining > 0:
-                time.sleep(remaining)
+            time.sleep(max(remaining, args.pause_ms / 1000))
             run.mark(f"end of step {step}", step=step, loss=value if math.isfinite(value) else None)
         if last:
             break

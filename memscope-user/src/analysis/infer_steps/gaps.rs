@@ -49,14 +49,19 @@ impl Gaps {
         let usual = |a: &usize, b: &usize| shares[*a].total_cmp(&shares[*b]).then(longer(a, b));
         let longest = (0..events.len()).max_by(longer);
         let place = (0..events.len()).max_by(usual).unwrap_or(0);
+        // Each like once, however many of it there are: half of the gap's events may be of the one that begins the step.
+        let mut longest_before: FxHashMap<Like, bool> = FxHashMap::default();
         for (index, (like, _)) in events.iter().enumerate() {
             let any = self.is_new(*like).then_some((like.0, None));
             for like in [Some(*like), any].into_iter().flatten() {
-                if self.by_like.len() < LIKES_MAX || self.by_like.contains_key(&like) {
-                    let gap = self.by_like.entry(like).or_default();
-                    gap.seen += 1;
-                    gap.longest += u32::from(longest == Some(index));
-                }
+                *longest_before.entry(like).or_default() |= longest == Some(index);
+            }
+        }
+        for (like, longest) in longest_before {
+            if self.by_like.len() < LIKES_MAX || self.by_like.contains_key(&like) {
+                let gap = self.by_like.entry(like).or_default();
+                gap.seen += 1;
+                gap.longest += u32::from(longest);
             }
         }
         place
@@ -66,10 +71,13 @@ impl Gaps {
         self.by_like.get(&like).is_none_or(|gap| gap.seen < NEW)
     }
 
-    /// In how much of the gaps with such an event the longest pause was before it.
+    /// In how much of the gaps with such an event the longest pause was before it. What is new has no share of its own:
+    /// that of its kind, which counts less than what begins most steps.
     fn share(&self, like: Like) -> f64 {
-        let like = if self.is_new(like) { (like.0, None) } else { like };
-        let gap = self.by_like.get(&like).copied().unwrap_or_default();
-        f64::from(gap.longest) / f64::from(gap.seen.max(1))
+        let share = |like: Like| {
+            let gap = self.by_like.get(&like).copied().unwrap_or_default();
+            f64::from(gap.longest) / f64::from(gap.seen.max(1))
+        };
+        if self.is_new(like) { share((like.0, None)).min(0.5) } else { share(like) }
     }
 }
