@@ -26,7 +26,7 @@ use crate::model::{Basis, Event, EventKind, Inferred, Name, Nanos, StepRule, Ste
 
 use gaps::{Gaps, like};
 use ops::{Names, Op, OpId, Pauses, pause};
-use repetition::Repetition;
+use repetition::{Begins, Repetition};
 use training::Training;
 
 /// Events of a process that are held back.
@@ -35,7 +35,16 @@ const HELD_MAX: usize = 1 << 16;
 /// Operators of a process after which what repeats is believed to be steps; fewer, when there were many periods.
 const OPERATORS_SURE: u64 = 2048;
 const OPERATORS_SOME: u64 = 256;
-const PERIODS_SURE: usize = 16;
+const PERIODS_SURE: u32 = 16;
+
+/// Operators that came in a row as the period had it: more than chance does.
+const FORETOLD: u64 = 64;
+
+/// Equal periods in a row that are believed earlier, if the program waits between them: as much as layers never do.
+const PERIODS_PAUSED: u32 = 6;
+
+/// Of all operators, the part in equal periods in a row that are believed earlier.
+const EXPLAINED: u64 = 2;
 const PENDING_MAX: usize = 4096;
 
 /// Kinds of periods that are counted.
@@ -64,8 +73,8 @@ struct Process {
     repetition: Option<Repetition>,
     /// The next operator may begin a step, by repetition.
     may_begin: bool,
-    /// Beginnings of steps by repetition, by operator and signature, as long as it is not sure.
-    pending: Vec<(u64, u64)>,
+    /// Beginnings of steps by repetition, as long as they are not sure.
+    pending: Pending,
     held: VecDeque<Held>,
     gaps: Gaps,
     periods: Periods,
@@ -76,6 +85,19 @@ struct Held {
     event: Event,
     /// Its number, if it is an operator.
     operator: Option<u64>,
+}
+
+/// What may turn out to be steps.
+#[derive(Debug, Default)]
+struct Pending {
+    /// Operator and signature.
+    begins: Vec<(u64, u64)>,
+    /// Periods that have ended.
+    periods: u32,
+    /// Operators that do more than to change, fill or copy elements.
+    computing: u64,
+    allocations: u64,
+    frees: u64,
 }
 
 /// How alike the periods are.
@@ -191,19 +213,17 @@ impl Process {
 
     fn repeated(&mut self, op: &Op, told: repetition::Told, out: &mut Vec<Event>) {
         if told.retract {
-            self.pending.clear();
             self.retract_at_end(out);
         }
-        if let Some(signature) = told.begins
-            && self.pending.len() < PENDING_MAX
-        {
-            self.pending.push((op.number, signature));
+        if told.anew {
+            self.pending = Pending::default();
         }
-        // Layers repeat too, and parameters of an optimizer: it takes a while to tell.
-        let often = self.operators >= OPERATORS_SOME && self.pending.len() >= PERIODS_SURE;
-        let sure = self.periods.basis.is_some() || often || self.operators >= OPERATORS_SURE;
-        if sure && !self.training.may_find() {
-            for (number, signature) in std::mem::take(&mut self.pending) {
+        let roles = self.names.roles(op.id);
+        self.pending.computing += u64::from(!roles.in_place && !roles.elementwise);
+        let Some(begins) = told.begins else { return };
+        self.pending.begin(op.number, begins);
+        if (self.periods.basis.is_some() || self.is_sure(begins)) && !self.training.may_find() {
+            for (number, signature) in std::mem::take(&mut self.pending.begins) {
                 if number == op.number || self.holds(number) {
                     self.begin_step(number, op.tid, Basis::Repetition, Some(signature), out);
                 }
@@ -211,11 +231,33 @@ impl Process {
         }
     }
 
+    /// Layers repeat too, and parameters of an optimizer or of a model that is loaded: it takes a while to tell.
+    fn is_sure(&self, begins: Begins) -> bool {
+        let pending = &self.pending;
+        let waits = self.pauses.are_long(begins.pauses);
+        let long = self.operators >= OPERATORS_SURE
+            || self.operators >= OPERATORS_SOME && pending.periods >= PERIODS_SURE;
+        let alike = u64::from(begins.alike);
+        let foretold = alike.saturating_sub(1) * begins.period >= FORETOLD;
+        let explained = EXPLAINED * alike * begins.period >= self.operators;
+        // What builds something up keeps it.
+        let works = pending.computing > 0 && 2 * pending.frees >= pending.allocations;
+        // One operator over and over is no layer, and no cell of a recurrent network.
+        let often =
+            waits && begins.alike >= PERIODS_PAUSED || begins.period == 1 && begins.alike >= PERIODS_SURE;
+        long && (waits || foretold) || explained && works && often
+    }
+
     fn holds(&self, number: u64) -> bool {
         self.held.iter().any(|held| held.operator == Some(number))
     }
 
     fn other(&mut self, event: Event, out: &mut Vec<Event>) {
+        match event.kind {
+            EventKind::Alloc(_) => self.pending.allocations += 1,
+            EventKind::Free(_) => self.pending.frees += 1,
+            _ => {}
+        }
         if self.held.is_empty() {
             out.push(event);
         } else {
@@ -279,6 +321,21 @@ impl Process {
             let (time, tgid, tid) = (event.time, event.tgid, event.tid);
             out.push(Event { time, tgid, tid, kind: EventKind::StepsRetracted });
         }
+    }
+}
+
+impl Pending {
+    fn begin(&mut self, number: u64, begins: Begins) {
+        let Begins { signature, period, alike, .. } = begins;
+        let before = if self.periods == 0 && alike > 1 { u64::from(alike) } else { 0 };
+        for ago in (0..=before).rev() {
+            if let Some(number) = number.checked_sub(ago * period)
+                && self.begins.len() < PENDING_MAX
+            {
+                self.begins.push((number, signature));
+            }
+        }
+        self.periods += 1;
     }
 }
 

@@ -10,6 +10,10 @@ use super::roles::Roles;
 const NAMES_MAX: usize = 1 << 16;
 const TRANSITIONS_MAX: usize = 1 << 17;
 
+/// How many times the usual pause a long one is, as a logarithm (10 times), and how many pauses must be known.
+pub(super) const LONG: f64 = 2.3;
+pub(super) const PAUSES_KNOWN: u32 = 4;
+
 /// The number of an operator's name; 0 for those past [`NAMES_MAX`].
 pub(super) type OpId = u32;
 
@@ -53,7 +57,7 @@ impl Names {
 }
 
 /// A mean of pauses.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub(super) struct Mean {
     count: u32,
     sum: f64,
@@ -67,6 +71,11 @@ impl Mean {
 
     pub fn count(self) -> u32 {
         self.count
+    }
+
+    /// Of the others, when `part` is one part of these.
+    pub fn without(self, part: Mean) -> Mean {
+        Mean { count: self.count.saturating_sub(part.count), sum: self.sum - part.sum }
     }
 
     /// 0 for none.
@@ -95,6 +104,12 @@ impl Pauses {
 
     pub fn usual(&self) -> f64 {
         self.all.get()
+    }
+
+    /// Whether the program waits here: its pauses are [`LONG`] against all others.
+    pub fn are_long(&self, here: Mean) -> bool {
+        let others = self.all.without(here);
+        others.count() >= PAUSES_KNOWN && here.get() > others.get() + LONG
     }
 
     pub fn before(&self, op: &Op) -> f64 {

@@ -12,17 +12,13 @@
 
 use rustc_hash::FxHashMap;
 
-use super::ops::{Mean, Op, OpId};
+use super::ops::{LONG, Mean, Op, OpId, PAUSES_KNOWN};
 
 /// Equal segments in a row that are a period.
 const PERIODS: u32 = 3;
 
 /// Transitions that are told apart. Names come from the target.
 const TRANSITIONS_MAX: usize = 1 << 16;
-
-/// How many times the usual pause a long one is, as a logarithm (10 times), and how many pauses must be known.
-const LONG: f64 = 2.3;
-const PAUSES_KNOWN: u32 = 4;
 
 /// After so many periods, a boundary with clearly longer pauses (1.5 times, as a logarithm) takes over.
 const REVIEWS: [u32; 3] = [8, 16, 32];
@@ -72,12 +68,26 @@ struct Segment {
 }
 
 /// What an operator told.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub(super) struct Told {
     /// What were steps so far were parts of steps.
     pub retract: bool,
-    /// A step begins with it; names the operators of the one that ended.
-    pub begins: Option<u64>,
+    /// Steps are others from now on.
+    pub anew: bool,
+    /// A step begins with it.
+    pub begins: Option<Begins>,
+}
+
+/// The beginning of a step, and what speaks for it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Begins {
+    /// Names the operators of the step that ended.
+    pub signature: u64,
+    /// So many operators had each of the last steps, which were all alike.
+    pub period: u64,
+    pub alike: u32,
+    /// The pauses here.
+    pub pauses: Mean,
 }
 
 impl Repetition {
@@ -107,15 +117,17 @@ impl Repetition {
         if self.cuts.len() >= TRANSITIONS_MAX && !self.cuts.contains_key(&cut) {
             return;
         }
-        let segments = self.cuts.entry(cut).or_default();
-        segments.pauses.add(op.pause);
-        let Some((begin, before)) = segments.begin.replace((op.number, self.hash)) else { return };
+        let known = self.cuts.entry(cut).or_default();
+        known.pauses.add(op.pause);
+        let Some((begin, before)) = known.begin.replace((op.number, self.hash)) else { return };
         let length = op.number - begin;
         let segment = Segment { length, hash: self.hash.since(before, length) };
-        segments.alike = if segments.last == Some(segment) { segments.alike + 1 } else { 1 };
-        segments.last = Some(segment);
+        known.alike = if known.last == Some(segment) { known.alike + 1 } else { 1 };
+        known.last = Some(segment);
+        let segments = *known;
         if segments.alike >= PERIODS && self.boundary.is_none_or(|boundary| boundary.period < length) {
             told.retract |= self.boundary.is_some() && !self.resumed;
+            told.anew = true;
             told.begins = None;
             let cut = self.longest_pause(length, PERIODS - 1, cut);
             self.boundary = Some(Boundary { cut, period: length, periods: 0, latest: op.number });
@@ -124,7 +136,12 @@ impl Repetition {
         let Some(boundary) = self.boundary.as_mut().filter(|boundary| boundary.cut == cut) else { return };
         boundary.periods += 1;
         boundary.latest = op.number;
-        told.begins = Some(segment.hash.0);
+        told.begins = Some(Begins {
+            signature: segment.hash.0,
+            period: length,
+            alike: segments.alike,
+            pauses: segments.pauses,
+        });
         let Boundary { period, periods, .. } = *boundary;
         if REVIEWS.contains(&periods) {
             let better = self.longest_pause(period, PERIODS, cut);
