@@ -7,7 +7,7 @@
 
 /// Changes whenever a layout below changes. The object embedded in the tool always matches; the number is
 /// there for recorded streams.
-pub const WIRE_VERSION: u32 = 5;
+pub const WIRE_VERSION: u32 = 6;
 
 /// Sites that can be attached at one time.
 pub const MAX_SITES: u32 = 4096;
@@ -26,6 +26,9 @@ pub const DOMAIN_LEN: usize = 32;
 
 /// Bytes of a kernel's argument block; longer ones are cut.
 pub const ARGUMENTS_LEN: usize = 256;
+
+/// Tensors of a [`Pack`]; of a longer one the first, inputs before outputs.
+pub const PACK_LEN: usize = 64;
 
 /// Integer and pointer arguments kept of a call.
 pub const ARGS: usize = 4;
@@ -157,6 +160,8 @@ pub mod kind {
     pub const NATIVE: u16 = 11;
     /// [`PieceHead`] and its bytes: memory that the same thread's next STACK record refers to.
     pub const PIECE: u16 = 12;
+    /// [`Pack`](super::Pack).
+    pub const PACK: u16 = 13;
 }
 
 /// Completeness flags of a record.
@@ -534,6 +539,28 @@ pub struct Arguments {
     pub words: [u64; ARGUMENTS_LEN / 8],
 }
 
+/// The address of a tensor's data on the device, on the host, and its bytes.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PackedTensor {
+    pub device: u64,
+    pub host: u64,
+    pub bytes: u64,
+}
+
+/// The tensors that an operator is given all at once (`atb::VariantPack`).
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pack {
+    pub header: Header,
+    pub inputs: u32,
+    pub outputs: u32,
+    /// Elements of `tensors` that were read.
+    pub count: u32,
+    pub reserved: u32,
+    pub tensors: [PackedTensor; PACK_LEN],
+}
+
 /// What is kept of a call between its entry and its return. Elements stay when the call is over: writing into one
 /// that is there costs a third of making and deleting it.
 #[repr(C)]
@@ -599,5 +626,5 @@ wire! {
     InFlight = 40, InFlightKey = 16, ApiCall = 32, Interpreter = 72, RawFrame = 24, StackHead = 40,
     Stack = 40 + 24 * MAX_DEPTH, Thread = 8 + 32 + 4 * MAX_COPIES + 8 + FRAME_BYTES + 8 + 40 + 24 * MAX_DEPTH, Tensor = 48,
     Arguments = 288, NativeConfig = 24, ProcessConfig = 8, Caller = 16, Callers = 8 + 16 * MAX_CALLERS, NativeHead = 232,
-    PieceHead = 40, Slice = 232 + PAGE_LEN * SLICE_PAGES, FrameRecord = 16, Chain = 232 + 16 * MAX_DEPTH,
+    PieceHead = 40, PackedTensor = 24, Pack = 40 + 24 * PACK_LEN, Slice = 232 + PAGE_LEN * SLICE_PAGES, FrameRecord = 16, Chain = 232 + 16 * MAX_DEPTH,
 }

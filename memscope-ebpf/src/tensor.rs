@@ -2,7 +2,7 @@
 
 use core::ffi::c_void;
 
-use memscope_ebpf::{ARGUMENTS_LEN, Arguments, Tensor, flags, kind};
+use memscope_ebpf::{ARGUMENTS_LEN, Arguments, PACK_LEN, Pack, Tensor, flags, kind};
 
 use crate::{regs::Regs, site::Hit, user};
 
@@ -88,4 +88,79 @@ pub extern "C" fn arguments(ctx: *mut c_void) -> u32 {
         hit.submit(entry);
     }
     0
+}
+
+/// `atb::VariantPack`: a vector of inputs and one of outputs. A vector has its capacity, its size, room for 65 tensors, and
+/// the address of others that take their place when it is not null. As the public headers of ATB have it, whose templates
+/// callers compile: it can not change without them.
+mod pack {
+    pub const SIZE: u64 = 8;
+    pub const ROOM: u64 = 16;
+    pub const TENSOR: u64 = 104;
+    pub const ELSEWHERE: u64 = ROOM + 65 * TENSOR;
+    pub const VECTOR: u64 = ELSEWHERE + 8;
+    /// In a tensor: the device's address, the host's, and bytes.
+    pub const DATA: u64 = 80;
+    /// No vector has more.
+    pub const MOST: u64 = 256;
+}
+
+/// Entry of an operator: the tensors of the pack that an argument points to.
+#[unsafe(no_mangle)]
+#[unsafe(link_section = "uprobe")]
+pub extern "C" fn pack(ctx: *mut c_void) -> u32 {
+    if let Some(hit) = Hit::entry(ctx)
+        && let Some(mut entry) = hit.reserve::<Pack>()
+    {
+        let given = Regs::new(ctx).arg_at(hit.site.arg);
+        let record = entry.as_mut_ptr();
+        let (vectors, mut flags) = match (vector(given), vector(given.wrapping_add(pack::VECTOR))) {
+            (Some(inputs), Some(outputs)) => ([inputs, outputs], 0),
+            _ => ([(0, 0); 2], flags::UNREADABLE),
+        };
+        let [(inputs, from), (outputs, to)] = vectors;
+        let mut count = 0;
+        for at in 0..PACK_LEN {
+            let number = at as u64;
+            if number >= inputs + outputs {
+                break;
+            }
+            let tensor = if number < inputs {
+                from.wrapping_add(number * pack::TENSOR)
+            } else {
+                to.wrapping_add((number - inputs) * pack::TENSOR)
+            };
+            // SAFETY: an element of the reserved entry.
+            if !unsafe { user::read_into(&raw mut (*record).tensors[at], tensor.wrapping_add(pack::DATA)) } {
+                flags = flags::UNREADABLE;
+                break;
+            }
+            count = at as u32 + 1;
+        }
+        if inputs + outputs > PACK_LEN as u64 {
+            flags |= flags::TRUNCATED;
+        }
+        if flags & flags::UNREADABLE != 0 {
+            hit.unreadable();
+        }
+        // SAFETY: `record` is the reserved entry; `count` says how much of `tensors` was written.
+        unsafe {
+            (*record).header = hit.header(kind::PACK, flags);
+            (*record).inputs = inputs as u32;
+            (*record).outputs = outputs as u32;
+            (*record).count = count;
+            (*record).reserved = 0;
+        }
+        hit.submit(entry);
+    }
+    0
+}
+
+/// How many tensors a vector has, and where the first one is.
+#[inline(always)]
+fn vector(address: u64) -> Option<(u64, u64)> {
+    let size = user::read_u64(address.wrapping_add(pack::SIZE))?;
+    let elsewhere = user::read_u64(address.wrapping_add(pack::ELSEWHERE))?;
+    let first = if elsewhere == 0 { address.wrapping_add(pack::ROOM) } else { elsewhere };
+    (size <= pack::MOST).then_some((size, first))
 }

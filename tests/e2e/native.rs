@@ -15,7 +15,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use memscope_e2e::{
-    Block, Capability, DumpFile, Ground, Target, Tracer, checked_by, held,
+    Block, Capability, DumpFile, Ground, Target, Tracer, checked_by, held, held_with,
     leaks::{self, events, judged, padded},
     least_privileged, pointer, truth, wait_for_truth,
 };
@@ -567,6 +567,55 @@ fn what_copies_and_kernels_use_is_seen_through(mechanism: &[&str]) -> Result<()>
         }
     }
     assert_eq!(used, wanted);
+    Ok(())
+}
+
+/// Packs of tensors: in place and elsewhere; of the longer one as many as a record has room for.
+#[test]
+fn what_operators_of_atb_use_is_seen() -> Result<()> {
+    if !V9.is_ready() {
+        return Ok(());
+    }
+    for mechanism in [&["--mechanism", "perf-site"][..], &[]] {
+        let dir = tempfile::tempdir()?;
+        // There from the beginning: what happens while a library is being probed is missed.
+        let preload = |command: &mut Command| {
+            command.env("LD_PRELOAD", "libatb.so");
+        };
+        let (mut target, _) = held_with(V9, dir.path(), &["atb"], preload)?;
+        let pid = target.pid();
+        let process = pid.to_string();
+        let args = ["-p", &process, "--analysis", "inefficient"];
+        let tracer = Tracer::start(&[&args, mechanism].concat())?.attached()?;
+        target.tell("go")?;
+        target.finish()?;
+        let traced = tracer.finish()?;
+        let report = traced.report()?;
+        assert_eq!(report.lost(), 0);
+        let site = report.0["sites"].as_array().into_iter().flatten();
+        let site = site.into_iter().find(|site| site["site"] == "atb::OperationBase::Execute (operands)");
+        assert_eq!(site.context("not attached")?["hits"], 3);
+        let files = traced.dump(pid)?;
+        let rows: Vec<_> = files.iter().flat_map(|file| &file.rows).collect();
+        let blocks: Vec<&str> = rows
+            .iter()
+            .filter(|row| row["Event"] == "MALLOC" && DumpFile::attr(row, "api_size") == Some("65536"))
+            .map(|row| row["Ptr"].as_str())
+            .collect();
+        let [a, b, c] = blocks[..] else { anyhow::bail!("{blocks:?}") };
+        let mut used: BTreeMap<(&str, &str, &str, &str), usize> = BTreeMap::new();
+        for row in rows.iter().filter(|row| row["Event"] == "ACCESS") {
+            let size = DumpFile::attr(row, "size").context("no size")?;
+            *used.entry((&row["Name"], &row["Event Type"], &row["Ptr"], size)).or_default() += 1;
+        }
+        let wanted = BTreeMap::from([
+            (("LinearOperation", "UNKNOWN", a, "65536"), 1),
+            (("LinearOperation", "UNKNOWN", b, "65536"), 1),
+            (("LinearOperation", "WRITE", c, "1024"), 1),
+            (("GatherOperation", "UNKNOWN", a, "65536"), 64),
+        ]);
+        assert_eq!(used, wanted, "{mechanism:?}");
+    }
     Ok(())
 }
 

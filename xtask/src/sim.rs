@@ -225,6 +225,7 @@ fn libraries(layout: Layout) -> Vec<Library> {
         library("opapi", "libopapi.so", &["libnnopbase.so", "libopapi_nn.so"]),
         library("hccl", "libhccl.so", &["libruntime.so", "libhcomm.so"]),
         library("acl_op_compiler", "libacl_op_compiler.so", &[acl, "libacl_op_executor.so"]),
+        library("atb", "libatb.so", &[acl]),
         library("mindspore_memory_pool", "libmindspore_memory_pool.so", &[acl]),
     ]
 }

@@ -72,7 +72,7 @@ fn verifier(log: &str) -> String {
 
 /// The programs of the object, by what runs where, in the order in which they are attached: returns first, so that
 /// each call that is counted at its entry is reported at its return. Of two at one function the kernel runs the later one
-/// first: a launch is named before its arguments are told.
+/// first: a launch or an operator is named before its arguments are told.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Program {
     Leave,
@@ -80,6 +80,7 @@ pub enum Program {
     LeaveNative,
     Value,
     Arguments,
+    Pack,
     Enter,
     Annotate,
     Keep,
@@ -119,6 +120,7 @@ impl Program {
             Self::ReportNative => "report_native",
             Self::Tensor => "tensor",
             Self::Arguments => "arguments",
+            Self::Pack => "pack",
             Self::Mapped => "mapped",
             Self::Exec => "exec",
             Self::Exit => "exit",

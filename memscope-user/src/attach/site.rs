@@ -110,6 +110,7 @@ pub(super) fn programs_of(probe: &Probe, with_stacks: bool, with_native: bool) -
         Shape::Mark { id: true, .. } => vec![Program::Mark, Program::Value],
         Shape::Tensor => vec![Program::Tensor],
         Shape::Arguments { .. } => vec![Program::Arguments],
+        Shape::Pack { .. } => vec![Program::Pack],
         Shape::Notify => vec![Program::Mapped],
     }
 }
@@ -127,6 +128,7 @@ pub(super) fn site_of(hit: &Found, scope: Scope, wake_shift: u8, python: Option<
             site.ret = ret;
             site.arg = if structure == NO_ARG { 0 } else { structure };
         }
+        Shape::Pack { arg } => site.arg = arg,
         Shape::Report { arg } => {
             site.arg = arg;
             if let Some(layout) = hit.report_layout {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use memscope_ebpf::{
-    Arguments, Enter, Header, Mark, Name as NameRecord, Plain, Report, Return, Tensor, flags, kind,
+    Arguments, Enter, Header, Mark, Name as NameRecord, Pack, Plain, Report, Return, Tensor, flags, kind,
 };
 use rustc_hash::FxHashMap;
 
@@ -257,6 +257,10 @@ impl Decoder {
                 process.launched_with(site.probe, &arguments, &mut self.names);
                 None
             }),
+            kind::PACK => Pack::read(bytes).map(|pack| {
+                process.packed(site.probe, &pack, &mut self.names);
+                None
+            }),
             kind::REPORT => match Report::read(bytes) {
                 Some(report) => {
                     match process.report(site, &report, self.stacks.of_event(&report.header, report.stack)) {
@@ -387,6 +391,20 @@ impl ProcessState {
             _ => return,
         };
         self.accesses.extend(used.iter().filter_map(|(ptr, size, kind)| access(*ptr, *size, *kind, op())));
+    }
+
+    /// Inputs may be changed as well, as caches of keys and values are.
+    fn packed(&mut self, probe: &'static Probe, pack: &Pack, names: &mut Names) {
+        self.describes_tensors = true;
+        let thread = self.threads.get(&Tid(pack.header.tid));
+        let named = thread.and_then(|thread| thread.op.clone());
+        let op = named.unwrap_or_else(|| names.get(probe.site.trim_end_matches(" (operands)").as_bytes()));
+        let inputs = pack.inputs as usize;
+        let used = pack.tensors.iter().take(pack.count as usize).enumerate().filter_map(|(index, tensor)| {
+            let kind = if index < inputs { AccessKind::Unknown } else { AccessKind::Write };
+            access(tensor.device, tensor.bytes, kind, op.clone())
+        });
+        self.accesses.extend(used);
     }
 
     /// Words that are no addresses of blocks will be found to be none.

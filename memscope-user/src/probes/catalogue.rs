@@ -102,6 +102,8 @@ pub enum Fact {
     TensorAddress,
     /// `(void *data, size_t size)`, for the operator that the thread has named.
     OperandBuffer,
+    /// All tensors of the operator that the thread has named, or names not at all.
+    TensorPack,
     /// The name of the operator that took the tensors, on threads that name none otherwise.
     OperandsOf,
     /// Addresses that a kernel is launched with.
@@ -168,6 +170,8 @@ pub enum Shape {
     /// Entry: the words that argument `arg` points to, as many bytes as the next argument says; with `derefs` 1, `arg`
     /// is an `rtArgsEx_t` that holds both.
     Arguments { arg: u8, derefs: u8 },
+    /// Entry: the tensors of the `atb::VariantPack` that argument `arg` points to.
+    Pack { arg: u8 },
     /// Entry: only that it happened, at once.
     Notify,
 }
@@ -381,6 +385,7 @@ pub static CATALOGUE: &[Probe] = rows! {
         "InitL2Phase2Context (operands)", Symbol("_Z19InitL2Phase2ContextPKcP13aclOpExecutor"), ANY, OperandsOf, text(0), ALWAYS, "";
         "NnopbaseReportApiInfo", Symbol("NnopbaseReportApiInfo"), ANY, OperandsOf,
             Shape::Name { arg: 1, offset: 8, derefs: 1 }, ALWAYS, "";
+        "atb::OperationBase::Execute (operands)", Symbol(ATB_EXECUTE), ANY, TensorPack, Shape::Pack { arg: 1 }, ALWAYS, "";
         "aclrtMemcpy", Symbol("aclrtMemcpy"), ACL, Copy, Shape::Enter, ALWAYS, "";
         "aclrtMemcpyAsync", Symbol("aclrtMemcpyAsync"), ACL, Copy, Shape::Enter, ALWAYS, "";
         "aclrtMemcpyAsyncWithCondition", Symbol("aclrtMemcpyAsyncWithCondition"), ANY, Copy, Shape::Enter, ALWAYS, "CANN 8.3";

@@ -60,6 +60,8 @@ pub enum Scene {
     Owners,
     /// MindSpore's pool, loaded only now
     Mindspore,
+    /// Operators of ATB with packs of tensors
+    Atb,
     /// Launches COUNT kernels, in three ways by turns, with copies between
     Kernel { count: u64 },
     /// ROUNDS of allocations with known stacks; each but the first waits for the file GATES/ROUND
@@ -95,6 +97,7 @@ impl Scene {
             Self::Vmm => vmm(device, truth),
             Self::Owners => owners(device, truth),
             Self::Mindspore => mindspore(device, truth),
+            Self::Atb => packs(),
             Self::Kernel { count } => kernels(count),
             Self::Verify { count } => faults::verify(count, truth),
             Self::Hostile { steps } => faults::hostile(device, steps, truth),
@@ -393,6 +396,68 @@ fn mindspore(device: i32, truth: &Truth) -> anyhow::Result<Tally> {
     truth.tell("leak", &block)?;
     tally.leaked.push(block);
     Ok(tally)
+}
+
+/// An `atb::Tensor`: what it is (80 bytes of type, format and shape), and where.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct AtbTensor {
+    description: [u64; 10],
+    device: Address,
+    host: Address,
+    bytes: u64,
+}
+
+/// `atb::SVector<atb::Tensor>`, as its header has it: up to 64 tensors in place, more elsewhere.
+#[repr(C)]
+struct AtbTensors {
+    capacity: usize,
+    size: usize,
+    room: [AtbTensor; 65],
+    elsewhere: *const AtbTensor,
+}
+
+impl AtbTensors {
+    fn of(blocks: &[Address], bytes: u64, elsewhere: &mut Vec<AtbTensor>) -> Self {
+        let tensor = |device| AtbTensor { description: [0; 10], device, host: 0, bytes };
+        let mut vector =
+            Self { capacity: 64, size: blocks.len(), room: [tensor(0); 65], elsewhere: std::ptr::null() };
+        if blocks.len() <= vector.capacity {
+            vector.room.iter_mut().zip(blocks).for_each(|(room, block)| *room = tensor(*block));
+        } else {
+            *elsewhere = blocks.iter().map(|block| tensor(*block)).collect();
+            (vector.capacity, vector.elsewhere) = (elsewhere.len(), elsewhere.as_ptr());
+        }
+        vector
+    }
+}
+
+/// An operator with two inputs and an output, one with more inputs than are in place, and one whose pack is nonsense.
+fn packs() -> anyhow::Result<Tally> {
+    type Execute = extern "C" fn(&[Address; 5], &[AtbTensors; 2], Address, u64, Address) -> i32;
+    let [execute] =
+        load(c"libatb.so", [c"_ZN3atb13OperationBase7ExecuteERKNS_11VariantPackEPhmPNS_7ContextE"])?;
+    // SAFETY: the signature of the method, with an object that begins with its table and its name, a `std::string`.
+    let execute = unsafe { std::mem::transmute::<Address, Execute>(execute) };
+    let [a, b, c] = [64 * KIB, 64 * KIB, 64 * KIB].map(cann::allocate);
+    let [a, b, c] = [a?, b?, c?];
+    let mut elsewhere = Vec::new();
+    for (name, inputs) in [(c"LinearOperation", vec![a, b]), (c"GatherOperation", [a].repeat(70))] {
+        let object = [0, name.as_ptr() as Address, name.count_bytes(), 0, 0];
+        let pack = [
+            AtbTensors::of(&inputs, 64 * KIB as u64, &mut elsewhere),
+            AtbTensors::of(&[c], 1 << 10, &mut Vec::new()),
+        ];
+        check(execute(&object, &pack, 0, 0, 0), "Execute")?;
+    }
+    let object = [0, c"NonsenseOperation".as_ptr() as Address, 17, 0, 0];
+    let mut pack = [&[a], &[c]].map(|blocks| AtbTensors::of(blocks, 1, &mut Vec::new()));
+    pack[1].size = usize::MAX;
+    check(execute(&object, &pack, 0, 0, 0), "Execute")?;
+    for block in [a, b, c] {
+        cann::free(block)?;
+    }
+    Ok(Tally { allocations: 3, frees: 3, ..Tally::default() })
 }
 
 /// The host stub of the kernel `fill`, as a compiler would make it.
