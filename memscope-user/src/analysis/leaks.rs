@@ -18,8 +18,14 @@
 //! other way round. Alike are also, whatever their sizes, blocks that one call wanted: whose stacks are the same
 //! to the outermost frame (a line alone may be that of a helper through which blocks of all fates come).
 //!
+//! - Blocks of one call that were freed late, [`HeldByCall::MANY`] at least, may have been held very differently: the
+//!   longest [`HeldByCall::WIDE`] times as long as they were on average (requests, entries of a cache that are used
+//!   again and again). The longest so far says little then of the longest there will be: d counts by as much more as
+//!   it is above the average.
+//!
 //! A leak is recurring when its like leaked in two or more steps, or, where only the call is the same, in three: caches
-//! that are filled for each new shape settle sooner. Else it happened once: state that was built late.
+//! that are filled for each new shape settle sooner. In [`OUTLIERS`] where blocks of the call are held very
+//! differently. Else it happened once: state that was built late.
 //!
 //! Which driver blocks are judged: the program's own ([`Block::belongs_to_program`]), not segments of pools
 //! nor what CANN takes for itself. Pinned host memory and workspaces are kept by allocators for later use
@@ -55,6 +61,9 @@ const LIKES_MAX: usize = 1 << 16;
 
 /// Steps in which blocks of one call must have leaked, to count as recurring.
 const GROWING_STEPS: usize = 3;
+
+/// The same for calls whose blocks are held very differently: some are held longer than all before them for no reason.
+const OUTLIERS: usize = 8;
 
 /// Steps that must be judged before anything is said of what may be a cache: it is filling.
 const CACHE_FILLS: usize = 10;
@@ -136,6 +145,8 @@ pub enum Reason {
     LastStep,
     /// Its like is held that long and then freed: in the n-th step after its own at the latest.
     Young { freed_after: u32 },
+    /// Older than that, but its like is held very differently: by steps on average and at most.
+    Outlier { mean: u32, longest: u32 },
 }
 
 /// A block freed after a step later than its own had ended.
@@ -267,7 +278,9 @@ struct Watched {
 /// Late frees of the blocks of one call.
 #[derive(Debug, Default)]
 struct HeldByCall {
-    /// Later steps that had ended at a free: the most.
+    blocks: u64,
+    /// Later steps that had ended at a free: the sum, and the most.
+    sum: u64,
     longest: u32,
     /// In the step of the last such free.
     last: Sweep,
@@ -283,12 +296,25 @@ struct Sweep {
 }
 
 impl HeldByCall {
+    const MANY: u64 = 16;
+    const WIDE: u32 = 3;
+
+    fn mean(&self) -> u32 {
+        u32::try_from(self.sum / self.blocks.max(1)).unwrap_or(u32::MAX)
+    }
+
+    fn is_wide(&self) -> bool {
+        self.blocks >= Self::MANY && self.longest >= self.mean().saturating_mul(Self::WIDE)
+    }
+
     fn freed(&mut self, later: u32, step: StepId) {
         if self.last.step != step {
             self.last = Sweep { step, ..Sweep::default() };
         }
         self.last.blocks += 1;
         self.last.longest = self.last.longest.max(later);
+        self.blocks += 1;
+        self.sum += u64::from(later);
         self.longest = self.longest.max(later);
     }
 
@@ -592,20 +618,29 @@ impl Watched {
             warm.max().unwrap_or(0).max(Old::held(self.old_like(block, classes), process))
         });
         // Who outlives the end of its own step and d later ones is freed in step d + 1 after its own.
-        Some(if later > longest {
-            Verdict::Leak
-        } else {
+        Some(if later <= longest {
             Verdict::NotJudged(Reason::Young { freed_after: longest.saturating_add(1) })
+        } else if let Some(held) = self.held_by_call(block).filter(|held| held.is_wide())
+            && let (mean, longest) = (held.mean(), held.longest)
+            && later <= longest.saturating_add(longest - mean)
+        {
+            Verdict::NotJudged(Reason::Outlier { mean, longest })
+        } else {
+            Verdict::Leak
         })
     }
 
     /// Later steps that had ended when blocks like this one were freed, as far as it is known which were.
     fn freed_late_as(&self, block: &Block, classes: &Classes) -> Option<u32> {
-        let by_call = Call::of(block).and_then(|call| self.freed_late_of.get(&call)).map(|held| {
+        let by_call = self.held_by_call(block).map(|held| {
             held.longest(|step| self.old_like(block, classes).filter_map(|old| old.freed_in.get(&step)).sum())
         });
         let by_kind = Like::of(block).by_sizes_asked(block).filter_map(|like| self.freed_late.longest(&like));
         by_call.max(by_kind.max())
+    }
+
+    fn held_by_call(&self, block: &Block) -> Option<&HeldByCall> {
+        self.freed_late_of.get(&Call::of(block)?)
     }
 
     /// Frees of older blocks that may have been like this one.
@@ -645,11 +680,13 @@ impl Watched {
             let by_kind: Vec<&BTreeSet<StepId>> =
                 Like::of(&block).by_sizes_asked(&block).filter_map(|like| leaked_in.get(&like)).collect();
             let by_call = Call::of(&block).and_then(|call| leaked_of.get(&call));
+            let is_wide = self.held_by_call(&block).is_some_and(HeldByCall::is_wide);
+            let (of_kind, of_call) = if is_wide { (OUTLIERS, OUTLIERS) } else { (2, GROWING_STEPS) };
             let mut recurred = by_kind
                 .iter()
                 .copied()
-                .filter(|steps| steps.len() >= 2)
-                .chain(by_call.filter(|steps| steps.len() >= GROWING_STEPS))
+                .filter(|steps| steps.len() >= of_kind)
+                .chain(by_call.filter(|steps| steps.len() >= of_call))
                 .peekable();
             let pattern = if recurred.peek().is_none() {
                 Pattern::Once

@@ -821,6 +821,9 @@ impl std::fmt::Display for Reason {
             Reason::LastStep => f.write_str("last step"),
             Reason::Young { freed_after: 1 } => f.write_str("young: its like is freed after 1 step"),
             Reason::Young { freed_after } => write!(f, "young: its like is freed after {freed_after} steps"),
+            Reason::Outlier { mean, longest } => {
+                write!(f, "its like is held over {mean} steps on average, but over up to {longest}")
+            }
         }
     }
 }

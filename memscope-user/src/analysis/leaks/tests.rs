@@ -48,6 +48,37 @@ fn what_a_later_step_leaves_alive_is_a_leak() {
     assert!(verdicts.not_judged.is_empty() && verdicts.late.is_empty(), "{verdicts:?}");
 }
 
+/// Entries of a cache: most are replaced in time, some are used again, and a few again and again.
+#[test]
+fn where_blocks_are_held_very_differently_a_few_that_are_held_longest_are_no_recurring_leak() {
+    let cache = |kept_every: u64| {
+        let mut script = Script::new();
+        for step in 1..=300u64 {
+            script.step(|s| {
+                s.alloc_by(&[7, 30], 0x1000 * step, (step % 13 + 1) << 16);
+                for (entry, held) in [(step.saturating_sub(20), 20), (step.saturating_sub(90), 90)] {
+                    let used_again = if entry.is_multiple_of(10) { 90 } else { 20 };
+                    if entry > 0 && held == used_again && !entry.is_multiple_of(kept_every) {
+                        s.free(0x1000 * entry);
+                    }
+                }
+            });
+        }
+        verdicts(&script)
+    };
+    let few = cache(61);
+    assert_eq!(leaks(&few), [61, 122].map(|step| (0x1000 * u64::from(step), step, Once)), "{few:?}");
+    let outlier =
+        |(ptr, reason): &(u64, Reason)| *ptr == 183 << 12 && matches!(reason, Reason::Outlier { .. });
+    assert!(not_judged(&few).iter().any(outlier), "{:?}", not_judged(&few));
+    // What is lost for good goes on and on.
+    let lost = cache(15);
+    let found = leaks(&lost);
+    assert!(
+        found.len() >= 8 && found.iter().all(|(_, step, pattern)| step % 15 == 0 && *pattern == Recurring)
+    );
+}
+
 /// An interpreter drops the variables of functions that have returned before it finalizes CANN, and others after.
 #[test]
 fn what_is_freed_last_was_held_to_the_end() {
