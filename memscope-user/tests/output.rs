@@ -7,6 +7,7 @@ use std::process::{Command, Output, Stdio};
 use serde_json::Value;
 
 const DUMP: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/dumps/leak6.csv");
+const INEFFICIENT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/dumps/ineff_in.csv");
 const FORMATS: &str = include_str!("../../docs/output-formats.md");
 
 fn tracer(args: &[&str], stdout: impl Into<Stdio>) -> Output {
@@ -64,6 +65,22 @@ fn a_reader_that_has_gone_is_no_error() {
             let said = String::from_utf8_lossy(&output.stderr);
             assert_eq!(output.status.code(), Some(0), "{args:?}: {said}");
             assert!(!said.contains("memscope-trace:") && !said.contains("panicked"), "{args:?}: {said}");
+        }
+    }
+}
+
+/// What was found stands, whoever reads of it.
+#[test]
+fn a_reader_that_has_gone_does_not_swallow_the_findings() {
+    for args in [
+        vec!["leaks", DUMP, "--fail-on", "leaks"],
+        vec!["inefficient", INEFFICIENT, "--fail-on", "inefficient"],
+    ] {
+        for args in [args.clone(), with_json(&args)] {
+            let (reader, writer) = std::io::pipe().expect("a pipe");
+            drop(reader);
+            let output = tracer(&args, writer);
+            assert_eq!(output.status.code(), Some(1), "{args:?}");
         }
     }
 }

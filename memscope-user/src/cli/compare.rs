@@ -116,7 +116,7 @@ fn read(
         CompareLevel::Op => compare::Level::Op,
         CompareLevel::Kernel => compare::Level::Kernel,
     };
-    let (rule, source) = (args.step.rule(), args.step.source());
+    let (rule, source) = args.step.parse()?;
     let within_one = sides.iter().all(Option::is_some);
     let by_step = sides.iter().any(|side| matches!(side, Some(Side::Step(_))));
     let mut inferred = match source {

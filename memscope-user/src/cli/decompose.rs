@@ -26,9 +26,8 @@ pub struct DecomposeArgs {
 }
 
 pub(super) fn run(args: DecomposeArgs) -> anyhow::Result<Verdict> {
-    let rule = args.step.rule();
-    let mut online =
-        Online::new(rule.clone(), false).with_steps_from(&rule, args.step.source()).with_decompose();
+    let (rule, source) = args.step.parse()?;
+    let mut online = Online::new(rule.clone(), false).with_steps_from(&rule, source).with_decompose();
     let document = document(&args.dumps, &mut online)?;
     if args.json {
         print_report(&document)?;

@@ -77,9 +77,9 @@ pub(super) fn run(args: LeaksArgs) -> anyhow::Result<Verdict> {
 
 /// Whether there are leaks, and whether any block was judged.
 fn over_steps(args: &LeaksArgs, fail: bool) -> anyhow::Result<(bool, bool)> {
-    let rule = args.step.rule();
+    let (rule, source) = args.step.parse()?;
     let mut online = Online::new(rule.clone(), true)
-        .with_steps_from(&rule, args.step.source())
+        .with_steps_from(&rule, source)
         .showing_steps(step_set(args.steps.clone()));
     let mut document = document(&args.dumps, &mut online)?;
     if fail && !document.leaks_judged() {

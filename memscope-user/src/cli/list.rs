@@ -23,7 +23,8 @@ impl<T: FromStr<Err = String>> FromStr for List<T> {
     fn from_str(text: &str) -> Result<Self, String> {
         let items: Result<Vec<T>, String> =
             text.split([',', '，']).map(str::trim).filter(|item| !item.is_empty()).map(T::from_str).collect();
-        items.map(List)
+        let items = items?;
+        if items.is_empty() { Err("nothing is named".to_owned()) } else { Ok(List(items)) }
     }
 }
 
@@ -162,6 +163,7 @@ mod tests {
     fn both_commas_separate() {
         assert_eq!("1,2，3,,".parse::<List<Ordinal>>().unwrap().0.len(), 3);
         assert!("0".parse::<List<Ordinal>>().is_err());
+        assert!(["", ",", " "].iter().all(|nothing| nothing.parse::<List<Ordinal>>().is_err()));
         assert_eq!("npu,npu:7".parse::<List<Device>>().unwrap().0, [Device::All, Device::One(7)]);
         assert!("gpu".parse::<Device>().is_err());
     }

@@ -31,9 +31,9 @@ pub struct OomArgs {
 }
 
 pub(super) fn run(args: OomArgs) -> anyhow::Result<Verdict> {
-    let rule = args.step.rule();
+    let (rule, source) = args.step.parse()?;
     let mut online = Online::new(rule.clone(), false)
-        .with_steps_from(&rule, args.step.source())
+        .with_steps_from(&rule, source)
         .with_oom_blocks(args.blocks.map_or(LISTED, usize::from));
     let document = document(&args.dumps, &mut online)?;
     if args.json {

@@ -51,5 +51,9 @@ pub(super) fn has_colour() -> bool {
 
 fn write(bytes: &[u8]) -> anyhow::Result<()> {
     let mut out = io::stdout().lock();
-    Ok(out.write_all(bytes).and_then(|()| out.flush()).map_err(Lost)?)
+    match out.write_all(bytes).and_then(|()| out.flush()) {
+        // Whoever read our output has had enough; what was found stands.
+        Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        outcome => Ok(outcome.map_err(Lost)?),
+    }
 }

@@ -1,6 +1,12 @@
 //! `memscope-trace probes`.
 
-use std::{collections::HashSet, fmt::Write, fs::File, path::PathBuf, sync::Arc};
+use std::{
+    collections::HashSet,
+    fmt::Write,
+    fs::File,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use anyhow::Context;
 use clap::Args;
@@ -112,8 +118,21 @@ pub(super) fn run(args: ProbesArgs) -> anyhow::Result<Verdict> {
         "{} would be attached, {missing} not found; nothing was attached",
         units::count_of(attachable as u64, "site")
     )?;
+    if let Some(file) = args.file.as_deref().filter(|file| !has_known_name(file)) {
+        writeln!(
+            out,
+            "What is looked for goes by a library's name, and {} is none that is known: {}",
+            sanitize(file.file_name().unwrap_or_default().as_encoded_bytes()),
+            wanted_libraries()
+        )?;
+    }
     print(out)?;
     Ok(Verdict::Fine)
+}
+
+fn has_known_name(file: &Path) -> bool {
+    let name = file.file_name().unwrap_or_default().to_string_lossy();
+    CATALOGUE.iter().flat_map(|probe| probe.libraries).any(|library| name.starts_with(library))
 }
 
 type Resolved = (String, File, ResolvedFile);

@@ -20,16 +20,19 @@ pub struct StepArgs {
 words! { Source: "source of steps" { Marks = "marks", Ops = "ops", None = "none" } }
 
 impl StepArgs {
-    pub(super) fn rule(&self) -> StepRule {
-        self.step_mark.clone().map_or(StepRule::StepStart, StepRule::Matching)
-    }
-
-    pub(super) fn source(&self) -> StepsFrom {
-        match self.steps_from {
+    /// What is a step, and where steps come from.
+    pub(super) fn parse(&self) -> anyhow::Result<(StepRule, StepsFrom)> {
+        let source = match self.steps_from {
             None => StepsFrom::MarksOrOps,
             Some(Source::Marks) => StepsFrom::Marks,
             Some(Source::Ops) => StepsFrom::Ops,
             Some(Source::None) => StepsFrom::None,
-        }
+        };
+        let without_marks = matches!(source, StepsFrom::Ops | StepsFrom::None);
+        anyhow::ensure!(
+            !(without_marks && self.step_mark.is_some()),
+            "--step-mark chooses among marks, and --steps-from ops or none takes no notice of them: leave one out"
+        );
+        Ok((self.step_mark.clone().map_or(StepRule::StepStart, StepRule::Matching), source))
     }
 }

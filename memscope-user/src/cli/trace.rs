@@ -234,6 +234,7 @@ impl TraceArgs {
             );
             anyhow::ensure!(size.0 >= SMALLEST_CAPTURE, "--max-size {}: from 1M on", size.0);
         }
+        let (steps, steps_from) = self.step.parse()?;
         let (python, native) = stacks(&self.call_stack.0)?;
         if native.is_none() && self.native_min.is_some() {
             anyhow::bail!("--native-min needs --call-stack c");
@@ -252,8 +253,8 @@ impl TraceArgs {
             proc: self.proc.open()?,
             duration: self.duration.map(|seconds| seconds.0),
             classes,
-            steps: self.step.rule(),
-            steps_from: self.step.source(),
+            steps,
+            steps_from,
             only_steps: step_set(self.steps),
             only_devices,
             leaks: looks_for(AnalysisWord::Leaks),

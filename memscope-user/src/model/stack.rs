@@ -94,6 +94,8 @@ pub struct Stack {
     cut: bool,
     /// The frame to name where there is room for one.
     place: usize,
+    /// The next one outside of it of the same code.
+    caller: Option<usize>,
     /// Labels of the windows that it passes through.
     label: Option<Name>,
     native: Option<Arc<NativeStack>>,
@@ -123,21 +125,29 @@ impl Stack {
     /// Of Python's functions; `None` without frames.
     pub fn new(frames: Vec<(Frame, Origin)>, whose: Whose, cut: bool) -> Option<Self> {
         let place = place_of(frames.iter().map(|(_, origin)| *origin))?;
+        let origin_of = |at: usize| frames.get(at).map(|(_, origin)| *origin);
+        let caller = (place + 1..frames.len()).find(|at| origin_of(*at) == origin_of(place));
         let frames: Arc<[Frame]> = frames.into_iter().map(|(frame, _)| frame).collect();
         let label = windows::label(&frames);
-        Some(Stack { frames, whose, cut, place, label, native: None })
+        Some(Stack { frames, whose, cut, place, caller, label, native: None })
     }
 
     /// The native functions below those of `python`, if any.
     pub fn with_native(python: Option<&Stack>, native: Arc<NativeStack>) -> Self {
         let native = Some(native);
         match python {
-            Some(&Stack { ref frames, whose, cut, place, ref label, .. }) => {
-                Stack { frames: frames.clone(), whose, cut, place, label: label.clone(), native }
+            Some(&Stack { ref frames, whose, cut, place, caller, ref label, .. }) => {
+                Stack { frames: frames.clone(), whose, cut, place, caller, label: label.clone(), native }
             }
-            None => {
-                Stack { frames: Arc::default(), whose: Whose::Own, cut: false, place: 0, label: None, native }
-            }
+            None => Stack {
+                frames: Arc::default(),
+                whose: Whose::Own,
+                cut: false,
+                place: 0,
+                caller: None,
+                label: None,
+                native,
+            },
         }
     }
 
@@ -168,6 +178,11 @@ impl Stack {
     pub fn place(&self) -> Option<&Frame> {
         let native = || self.native.as_ref().and_then(|native| native.frames.get(native.place));
         self.frames.get(self.place).or_else(|| native().map(|native| &native.frame))
+    }
+
+    /// Who called the place, of the user's own code if that is it.
+    pub fn caller(&self) -> Option<&Frame> {
+        self.frames.get(self.caller?)
     }
 
     /// Who called the place, innermost first.

@@ -27,9 +27,15 @@ const SURE: f64 = 0.75;
 pub fn render(document: &Document, colour: bool, all_frames: bool) -> String {
     let report = Report::new(document, colour, all_frames);
     let mut out = String::new();
+    // A program that failed of it is what its user is here for.
+    let mut failed = String::new();
+    report.out_of_memory(&mut failed);
+    let is_first = document.devices.iter().any(|device| device.oom.iter().any(|oom| !oom.recovered));
+    let (first, later) = if is_first { (&*failed, "") } else { ("", &*failed) };
+    out.push_str(first);
     report.headline(&mut out);
     report.inferred_steps(&mut out);
-    report.out_of_memory(&mut out);
+    out.push_str(later);
     report.leaks(&mut out);
     report.growth(&mut out);
     report.late(&mut out);
@@ -332,9 +338,12 @@ impl Report<'_> {
             if document.devices.iter().any(|device| {
                 (device.pid, device.program) == (process.pid, process.program) && !device.leaks.is_empty()
             }) {
+                let who = match self.process(process.pid, process.program).trim_end() {
+                    "" => String::new(),
+                    who => format!("{who}: "),
+                };
                 let text = format!(
-                    "Note: {}leaks are as of aclFinalize; what was freed after it does not count as freed",
-                    self.process(process.pid, process.program)
+                    "Note: {who}leaks are as of aclFinalize; what was freed after it does not count as freed"
                 );
                 line(out, &text);
             }
@@ -344,12 +353,10 @@ impl Report<'_> {
         }
         if let Some(dump) = &document.dump {
             let mut text = format!("Dump: {}", dump.path);
-            if !dump.complete {
-                text.push_str(" (incomplete");
-                if let Some(reason) = &dump.reason {
-                    let _ = write!(text, ": {reason}");
-                }
-                text.push(')');
+            let incomplete = (!dump.complete).then_some("incomplete");
+            let told: Vec<_> = incomplete.into_iter().chain(dump.reason.as_deref()).collect();
+            if !told.is_empty() {
+                let _ = write!(text, " ({})", told.join(": "));
             }
             line(out, &text);
         }

@@ -101,7 +101,7 @@ impl Report<'_> {
         step_list(steps, device.last_step_ended.0.saturating_sub(1), &self.document.selection.steps)
     }
 
-    /// Below a leak: who called the line, where it was called from several places, and the stacks when all are wanted.
+    /// Below a leak: who called the line, for it may be that of a helper, and the stacks when all are wanted.
     fn callers(&self, out: &mut String, group: &Group<'_>) {
         let stacks = || group.blocks.iter().filter_map(|block| Some((*block, block.stack.0.as_ref()?)));
         let Some((_, first)) = stacks().next() else { return };
@@ -118,6 +118,9 @@ impl Report<'_> {
         let mut by_caller: Vec<_> = by_caller.into_iter().collect();
         by_caller.sort_by_key(|(_, (count, _))| std::cmp::Reverse(count.bytes));
         let several = by_caller.len() > 1;
+        if !several && let Some(caller) = first.caller() {
+            line(out, &format!("     called by {}", units::place(caller)));
+        }
         for (caller, (count, stack)) in by_caller.iter().take(CALLERS_SHOWN) {
             if several {
                 let caller = caller.map_or("the program itself".to_owned(), units::place);

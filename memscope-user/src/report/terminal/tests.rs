@@ -60,18 +60,20 @@ fn leaks_are_named_by_their_lines() {
     let document = document(&script.events, Trace::default());
     let text = render(&document, false, false);
     assert_eq!(
-        text.lines().skip(1).take(4).collect::<Vec<_>>(),
+        text.lines().skip(1).take(6).collect::<Vec<_>>(),
         [
             "LEAK device 0 PTA: +5.00 MiB/step at project/train.py:12 in main",
             "     15.0 MiB in 6 blocks of up to 4.00 MiB, steps 2-4, around aclnnAdd, thread 100, first at 0x2000",
+            "     called by project/train.py:99 in <module>",
             "LEAK device 0 PTA: +1.00 MiB/step via project/train.py:30 in main",
             "     3.00 MiB in 3 blocks of 1.00 MiB, steps 2-4, around aclnnAdd, thread 100, first at 0x200000",
+            "     called by project/train.py:99 in <module>",
         ]
     );
     assert!(!text.contains("module.py"), "{text}");
 
     let text = render(&document, false, true);
-    let own = text.lines().skip_while(|line| !line.contains("train.py:12")).skip(2);
+    let own = text.lines().skip_while(|line| !line.contains("train.py:12")).skip(3);
     let own: Vec<&str> = own.take(3).collect();
     assert_eq!(
         own,
@@ -168,7 +170,7 @@ fn selected_steps_are_told_of_alone_and_judged_by_all() {
     let events = every_tenth().events;
     let document = showing(&events, StepSet::of([5..=5, 15..=15]));
     let text = render(&document, false, false);
-    let lines: Vec<&str> = text.lines().take(5).collect();
+    let lines: Vec<&str> = text.lines().take(6).collect();
     assert_eq!(
         lines,
         [
@@ -176,6 +178,7 @@ fn selected_steps_are_told_of_alone_and_judged_by_all() {
             "Selected steps (--steps): 5, 15. Leaked, late and not judged blocks are those allocated in them, as judged by all steps; all else is of the whole trace.",
             "LEAK device 0 PTA: +64.0 KiB/step at project/train.py:43 in main",
             "     128 KiB in 2 blocks of 64.0 KiB, steps 5, 15, thread 100, first at 0x5000",
+            "     called by project/train.py:99 in <module>",
             "Late: device 0 PTA: 2 blocks, 128 KiB in all, freed 3 steps after allocation in steps 5-15, at project/train.py:50 in main",
         ]
     );
@@ -387,7 +390,7 @@ fn out_of_memory_comes_with_what_was_there() {
         "     2.00 MiB  HAL at 0x90000000, step 1, around aclnnMatmul, thread 100",
         "1 refused request of at most 8.00 MiB succeeded after the pool had given memory back or on another try",
     ];
-    let lines: Vec<&str> = text.lines().skip(1).take(expected.len()).collect();
+    let lines: Vec<&str> = text.lines().take(expected.len()).collect();
     assert_eq!(lines, expected, "{text}");
     assert!(text.contains("Next: free or shrink what holds most above"), "{text}");
 }
