@@ -124,8 +124,13 @@ impl Report<'_> {
             let blocks: usize = leaking.iter().map(|group| group.blocks.len()).sum();
             let bytes = units::sum(leaking.iter().map(|group| group.bytes));
             let kinds = if leaking.len() == 1 { "1 leak" } else { &format!("{} leaks", leaking.len()) };
-            let text =
-                format!("{lower_bound}{kinds}: {} in {}", units::bytes(bytes), units::blocks(blocks as u64));
+            let inferred = document.processes.iter().filter_map(|process| process.steps_inferred.as_ref());
+            let hedge = match inferred.map(|steps| steps.confidence).reduce(f64::min) {
+                Some(confidence) if confidence < SURE => ", if the steps are right",
+                _ => "",
+            };
+            let blocks = units::blocks(blocks as u64);
+            let text = format!("{lower_bound}{kinds}: {} in {blocks}{hedge}", units::bytes(bytes));
             self.paint.alarm(&capitalised(&text))
         } else {
             let selected = &document.selection.steps;
