@@ -185,9 +185,10 @@ pub struct Report {
 }
 
 impl Report {
-    /// Whether anything was found.
-    pub fn any(&self) -> bool {
-        self.pools.iter().any(|pool| !pool.groups.is_empty())
+    /// Whether anything was found without which some peak were lower. (Any loop holds something a little longer than
+    /// it needs it.)
+    pub fn lowers_a_peak(&self) -> bool {
+        self.pools.iter().any(|pool| pool.peak_without < pool.peak_bytes)
     }
 }
 

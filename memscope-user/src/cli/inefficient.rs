@@ -108,7 +108,7 @@ pub struct InefficientArgs {
     /// As one JSON document
     #[arg(long)]
     json: bool,
-    /// Exit with code 1 when this is found [inefficient]
+    /// Exit with code 1 when something is found without which the peak were lower [inefficient]
     #[arg(long, value_name = "LIST")]
     fail_on: Option<List<FailWord>>,
 }
@@ -131,8 +131,8 @@ pub(super) fn run(args: InefficientArgs) -> anyhow::Result<Verdict> {
     } else {
         print(render(&found.inefficient, false))?;
     }
-    let any = found.inefficient.any();
-    Ok(if any && args.fail_on.is_some_and(|list| list.0.contains(&FailWord::Inefficient)) {
+    let lowers = found.inefficient.lowers_a_peak();
+    Ok(if lowers && args.fail_on.is_some_and(|list| list.0.contains(&FailWord::Inefficient)) {
         Verdict::Findings
     } else {
         Verdict::Fine

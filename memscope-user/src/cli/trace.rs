@@ -106,7 +106,7 @@ pub struct TraceArgs {
     /// Of stacks, show the line of the user's own code, or all lines [user, all]
     #[arg(long, value_name = "WHICH", default_value = "user", help_heading = "Output")]
     show_frames: FramesWord,
-    /// Exit with code 1 when this is found [leaks, inefficient]
+    /// Exit with code 1 when this is found: a recurring leak, or what keeps the peak up [leaks, inefficient]
     #[arg(long, value_name = "LIST", help_heading = "Output")]
     fail_on: Option<List<FailWord>>,
 
@@ -336,7 +336,9 @@ pub(super) fn run(args: TraceArgs, quiet: bool) -> anyhow::Result<Verdict> {
         Some(status) if !status.success() => Verdict::Passed(exit_code(status)),
         _ if fail_on_leaks && outcome.document.has_leaks() => Verdict::Findings,
         _ if fail_on_leaks && !outcome.document.leaks_judged() => Verdict::NotJudged,
-        _ if fail_on_inefficient && outcome.document.inefficient.as_ref().is_some_and(Report::any) => {
+        _ if fail_on_inefficient
+            && outcome.document.inefficient.as_ref().is_some_and(Report::lowers_a_peak) =>
+        {
             Verdict::Findings
         }
         _ => Verdict::Fine,
