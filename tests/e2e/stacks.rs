@@ -4,12 +4,12 @@ use std::{
     collections::HashMap,
     path::{Path, PathBuf},
     process::Command,
-    thread,
-    time::Duration,
 };
 
 use anyhow::{Context, Result, ensure};
-use memscope_e2e::{Capability, Ground, Target, Traced, Tracer, User, pointer, root, truth};
+use memscope_e2e::{
+    Capability, Ground, Target, Traced, Tracer, User, is_required, pointer, root, truth, wait_for_truth,
+};
 use serde_json::Value;
 
 const GROUND: Ground = Ground::Native("v8");
@@ -47,6 +47,10 @@ fn interpreters() -> Vec<Python> {
     let mut found: Vec<_> = found.into_values().collect();
     found.sort_by_key(|python| (python.minor, python.version.clone()));
     if found.is_empty() {
+        assert!(
+            !is_required("python"),
+            "Python is required, and there is no CPython 3.8 to 3.13 in {places:?}"
+        );
         eprintln!("SKIPPED: there is no CPython 3.8 to 3.13 in {places:?}");
     }
     found
@@ -86,13 +90,7 @@ fn run_with(
     let command = program(python, &file, &gate);
     let target = Target::start(command)?;
     let pid = target.pid();
-    let ready = || truth(&file).is_ok_and(|lines| lines.iter().any(|line| line["event"] == "ready"));
-    for _ in 0..6000 {
-        if ready() {
-            break;
-        }
-        thread::sleep(Duration::from_millis(5));
-    }
+    wait_for_truth(&file, "ready")?;
     let tracer = tracer(&pid.to_string())?.attached()?;
     before(&tracer);
     std::fs::write(&gate, "")?;

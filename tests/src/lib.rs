@@ -93,12 +93,7 @@ impl Ground {
             None
         };
         let Some(missing) = missing else { return true };
-        let required = std::env::var("MEMSCOPE_REQUIRE").unwrap_or_default();
-        assert!(
-            !required.split(',').any(|r| r == self.name()),
-            "{} is required and there is no {missing}",
-            self.name()
-        );
+        assert!(!is_required(&self.name()), "{} is required and there is no {missing}", self.name());
         eprintln!("SKIPPED: there is no {missing}");
         false
     }
@@ -156,6 +151,12 @@ impl Ground {
         }
         words
     }
+}
+
+/// Whether a test that lacks this has to fail.
+pub fn is_required(what: &str) -> bool {
+    let required = std::env::var("MEMSCOPE_REQUIRE").unwrap_or_default();
+    required.split(',').any(|it| it == what)
 }
 
 pub fn is_root() -> bool {
@@ -707,7 +708,8 @@ pub fn held_with(
 }
 
 pub fn wait_for_truth(file: &Path, event: &str) -> Result<()> {
-    for _ in 0..2000 {
+    let end = Instant::now() + PATIENCE;
+    while Instant::now() < end {
         if truth(file).is_ok_and(|lines| lines.iter().any(|line| line["event"] == event)) {
             return Ok(());
         }

@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     command::{cargo, output, root, run},
-    sim,
+    sim::{self, execute},
 };
 
 /// What a guest is to do.
@@ -29,7 +29,7 @@ pub enum Tests {
 }
 
 /// The test programs that a guest runs, in this order: the last one restricts the kernel for good.
-const TESTS: [&str; 3] = ["native", "native_stacks", "restricted"];
+const TESTS: [&str; 4] = ["native", "native_stacks", "stacks", "restricted"];
 const TRACER: &str = "memscope-trace";
 
 const INIT: &str = include_str!("init.sh");
@@ -38,27 +38,27 @@ const INIT: &str = include_str!("init.sh");
 pub fn build(arch: Arch, packages: &mut Packages, tests: &Tests) -> anyhow::Result<PathBuf> {
     let compiler = Compiler::find(arch, packages)?;
     let programs = compiler.programs(tests)?;
+    let built = |name| programs.get(name).with_context(|| format!("cargo built no {name}"));
 
     fs::create_dir_all(dir())?;
     let tree = Tree { arch, dir: tempfile::tempdir_in(dir())? };
-    for folder in ["bin", "lib", "proc", "sys", "dev", "tmp", "etc", "memscope/deps"] {
+    for folder in ["bin", "lib", "proc", "sys", "dev", "tmp", "etc", "usr/bin", "usr/lib", "memscope/deps"] {
         fs::create_dir_all(tree.path(folder))?;
     }
     symlink("lib", tree.path("lib64"))?;
     fs::copy(packages.busybox(arch)?, tree.path("bin/busybox"))?;
     fs::write(tree.path("init"), INIT)?;
     fs::set_permissions(tree.path("init"), fs::Permissions::from_mode(0o755))?;
-    let loader = match arch {
-        Arch::Amd64 => "ld-linux-x86-64.so.2",
-        Arch::Arm64 => "ld-linux-aarch64.so.1",
-    };
-    for library in [loader, "libc.so.6", "libm.so.6", "libgcc_s.so.1"] {
-        fs::copy(c_library(arch, library)?, tree.path("lib").join(library))?;
-    }
-    for name in TESTS.into_iter().chain([TRACER]) {
-        let program = programs.get(name).with_context(|| format!("cargo built no {name}"))?;
-        let folder = if name == TRACER { "memscope" } else { "memscope/deps" };
-        tree.strip(program, &Path::new(folder).join(name))?;
+    let pythons = packages.pythons(arch)?;
+    tree.copy(&pythons.programs, "usr/bin")?;
+    tree.copy(&pythons.modules, "usr/lib")?;
+    tree.copy(&libraries(&pythons.libraries)?, "lib")?;
+    let workloads = root().join("tests/workloads/python");
+    fs::create_dir_all(tree.path(&workloads))?;
+    tree.copy(&[workloads.join("stacks.py")], &workloads)?;
+    tree.strip(built(TRACER)?, &Path::new("memscope").join(TRACER))?;
+    for (n, name) in TESTS.into_iter().enumerate() {
+        tree.strip(built(name)?, &Path::new("memscope/deps").join(format!("{n}-{name}")))?;
     }
     for layout in LAYOUTS {
         let built = compiler.sim(layout)?;
@@ -87,6 +87,12 @@ impl Tree {
         self.dir.path().join(inside.strip_prefix("/").unwrap_or(inside))
     }
 
+    /// Copies files and directories into a directory.
+    fn copy(&self, from: &[PathBuf], to: impl AsRef<Path>) -> anyhow::Result<()> {
+        execute(Command::new("cp").arg("-a").args(from).arg(self.path(to)))?;
+        Ok(())
+    }
+
     /// Copies a program without its debug information, which is most of it.
     fn strip(&self, from: &Path, to: &Path) -> anyhow::Result<()> {
         let to = self.path(to);
@@ -110,15 +116,10 @@ impl Tree {
     }
 }
 
-/// A library of the C compiler for that machine.
-fn c_library(arch: Arch, name: &str) -> anyhow::Result<PathBuf> {
-    let gcc = format!("{}-gcc", arch.tools());
-    let path = output(&gcc, &[&format!("-print-file-name={name}")]).unwrap_or_default();
-    let path = PathBuf::from(path.trim());
-    if !path.is_absolute() {
-        bail!("{gcc} knows no {name}; is libc6-dev for {} installed?", arch.name());
-    }
-    Ok(path)
+/// The files of a directory, and not what is in directories below.
+fn libraries(dir: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    let entries = fs::read_dir(dir).with_context(|| dir.display().to_string())?;
+    Ok(entries.filter_map(|entry| Some(entry.ok()?.path())).filter(|path| !path.is_dir()).collect())
 }
 
 /// How programs for a machine are built.

@@ -24,7 +24,7 @@ echo "@kernel $(uname -r) $(uname -v)"
 echo "@check $(./memscope-trace check --json | tr -d '\n')"
 failed=0
 for tests in ./deps/*; do
-    MEMSCOPE_GUEST=1 MEMSCOPE_REQUIRE=native:v8,native:v9 $tests --test-threads 1 --skip containers_ $filter || failed=$?
+    MEMSCOPE_GUEST=1 MEMSCOPE_REQUIRE=native:v8,native:v9,python $tests --test-threads 1 --skip containers_ $filter || failed=$?
 done
 echo "@exit $failed"
 poweroff -f

@@ -29,6 +29,29 @@ pub struct Packages {
 )]
 pub struct NoArchive;
 
+/// Versions of Python by the release that has them: the program has the interpreter in it, without symbols.
+const PYTHONS: [(&str, &str); 3] = [("3.9", "bullseye"), ("3.11", "bookworm"), ("3.13", "trixie")];
+
+/// What they and the tests need, of the newest release: its C library serves programs of older ones.
+const LIBRARIES: [(&str, &str); 6] = [
+    ("libc6", "trixie"),
+    ("libgcc-s1", "trixie"),
+    ("libexpat1", "trixie"),
+    ("zlib1g", "trixie"),
+    ("libffi8", "trixie"),
+    ("libffi7", "bullseye"),
+];
+
+/// Where packages of Python were unpacked to.
+#[derive(Debug)]
+pub struct Pythons {
+    pub programs: Vec<PathBuf>,
+    /// Directories of the standard library.
+    pub modules: Vec<PathBuf>,
+    /// The directory of shared libraries.
+    pub libraries: PathBuf,
+}
+
 const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 
 pub fn dir() -> PathBuf {
@@ -50,7 +73,7 @@ impl Packages {
                 .filter_map(|word| word.split_whitespace().next())
                 .find(|name| name.starts_with("linux-image-"))
                 .with_context(|| format!("{newest} depends on no kernel: {depends:?}"))?;
-            self.unpack(&format!("{package}:{arch}/{suite}"), &to)?;
+            self.unpack(&[format!("{package}:{arch}/{suite}")], &to)?;
         }
         let boot = to.join("boot");
         let images = fs::read_dir(&boot).with_context(|| boot.display().to_string())?;
@@ -64,9 +87,32 @@ impl Packages {
     pub fn busybox(&mut self, arch: Arch) -> anyhow::Result<PathBuf> {
         let to = dir().join("busybox").join(arch.name());
         if !to.is_dir() {
-            self.unpack(&format!("busybox-static:{}/bookworm", arch.name()), &to)?;
+            self.unpack(&[format!("busybox-static:{}/bookworm", arch.name())], &to)?;
         }
         Ok(to.join("bin/busybox"))
+    }
+
+    /// The Python of each release, and one set of libraries for all programs.
+    pub fn pythons(&mut self, arch: Arch) -> anyhow::Result<Pythons> {
+        let to = dir().join("python").join(arch.name());
+        if !to.is_dir() {
+            let of_python = PYTHONS.iter().flat_map(|&(version, suite)| {
+                let parts = ["python", "libpython"].map(|part| format!("{part}{version}-minimal"));
+                parts.into_iter().chain([format!("libpython{version}-stdlib")]).map(move |name| (name, suite))
+            });
+            let libraries = LIBRARIES.map(|(name, suite)| (name.to_owned(), suite));
+            let packages = of_python.chain(libraries);
+            let packages: Vec<_> =
+                packages.map(|(name, suite)| format!("{name}:{}/{suite}", arch.name())).collect();
+            self.unpack(&packages, &to)?;
+        }
+        let (programs, modules) = (to.join("usr/bin"), to.join("usr/lib"));
+        let versions = PYTHONS.map(|(version, _)| format!("python{version}"));
+        Ok(Pythons {
+            programs: versions.iter().map(|python| programs.join(python)).collect(),
+            modules: versions.iter().map(|python| modules.join(python)).collect(),
+            libraries: modules.join(arch.tools()),
+        })
     }
 
     /// Rust's library for a machine that is not this one, for the compiler of the package rustc-web: a sysroot.
@@ -75,20 +121,22 @@ impl Packages {
             .context("the package rustc-web is not installed; run `cargo xtask setup`")?;
         let to = dir().join(format!("sysroot-{}-{version}", arch.name()));
         if !to.is_dir() {
-            self.unpack(&format!("libstd-rust-web-dev:{}={version}", arch.name()), &to)?;
+            self.unpack(&[format!("libstd-rust-web-dev:{}={version}", arch.name())], &to)?;
         }
         Ok(to.join("usr"))
     }
 
-    /// Unpacks a package into a directory that is there only once it is whole.
-    fn unpack(&mut self, package: &str, to: &Path) -> anyhow::Result<()> {
-        let deb = self.download(package)?;
+    /// Unpacks packages into a directory that is there only once it is whole.
+    fn unpack(&mut self, packages: &[String], to: &Path) -> anyhow::Result<()> {
         let parent = to.parent().context("a directory in target/vm")?;
         fs::create_dir_all(parent)?;
         let half = tempfile::tempdir_in(parent)?;
-        execute(Command::new("dpkg-deb").arg("-x").arg(&deb).arg(half.path()))?;
-        fs::rename(half.keep(), to).with_context(|| to.display().to_string())?;
-        fs::remove_file(&deb).with_context(|| deb.display().to_string())
+        for package in packages {
+            let deb = self.download(package)?;
+            execute(Command::new("dpkg-deb").arg("-x").arg(&deb).arg(half.path()))?;
+            fs::remove_file(&deb).with_context(|| deb.display().to_string())?;
+        }
+        fs::rename(half.keep(), to).with_context(|| to.display().to_string())
     }
 
     fn download(&mut self, package: &str) -> anyhow::Result<PathBuf> {
