@@ -6,6 +6,7 @@ use std::{
     os::unix::fs::{PermissionsExt, symlink},
     path::{Path, PathBuf},
     process::Command,
+    slice,
 };
 
 use anyhow::{Context, bail};
@@ -53,9 +54,11 @@ pub fn build(arch: Arch, packages: &mut Packages, tests: &Tests) -> anyhow::Resu
     tree.copy(&pythons.programs, "usr/bin")?;
     tree.copy(&pythons.modules, "usr/lib")?;
     tree.copy(&libraries(&pythons.libraries)?, "lib")?;
-    let workloads = root().join("tests/workloads/python");
-    fs::create_dir_all(tree.path(&workloads))?;
-    tree.copy(&[workloads.join("stacks.py")], &workloads)?;
+    let workload = root().join("tests/workloads/python/stacks.py");
+    tree.copy_all(&packages.compiled(&workload)?, "usr/lib")?;
+    let place = workload.parent().unwrap_or(&workload);
+    fs::create_dir_all(tree.path(place))?;
+    tree.copy(slice::from_ref(&workload), place)?;
     tree.strip(built(TRACER)?, &Path::new("memscope").join(TRACER))?;
     for (n, name) in TESTS.into_iter().enumerate() {
         tree.strip(built(name)?, &Path::new("memscope/deps").join(format!("{n}-{name}")))?;
@@ -91,6 +94,11 @@ impl Tree {
     fn copy(&self, from: &[PathBuf], to: impl AsRef<Path>) -> anyhow::Result<()> {
         execute(Command::new("cp").arg("-a").args(from).arg(self.path(to)))?;
         Ok(())
+    }
+
+    /// Copies all that is in a directory into another.
+    fn copy_all(&self, from: &Path, to: impl AsRef<Path>) -> anyhow::Result<()> {
+        self.copy(&[from.join(".")], to)
     }
 
     /// Copies a program without its debug information, which is most of it.

@@ -42,6 +42,23 @@ const LIBRARIES: [(&str, &str); 6] = [
     ("libffi7", "bullseye"),
 ];
 
+/// Compiles what the program (first argument) imports, of a directory of modules (second), to below a third, for whatever
+/// time the modules' files are of.
+const COMPILE: &str = r#"
+import ast, importlib.util, os, py_compile, sys
+program, modules, to = sys.argv[1:]
+for node in ast.walk(ast.parse(open(program, encoding="utf-8").read())):
+    if isinstance(node, ast.Import):
+        for name in node.names:
+            importlib.import_module(name.name)
+import site
+for module in list(sys.modules.values()):
+    file = getattr(module, "__file__", None) or ""
+    if file.startswith(modules + os.sep) and file.endswith(".py"):
+        place = os.path.join(to, os.path.basename(modules), os.path.relpath(importlib.util.cache_from_source(file), modules))
+        py_compile.compile(file, place, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+"#;
+
 /// Where packages of Python were unpacked to.
 #[derive(Debug)]
 pub struct Pythons {
@@ -113,6 +130,35 @@ impl Packages {
             modules: versions.iter().map(|python| modules.join(python)).collect(),
             libraries: modules.join(arch.tools()),
         })
+    }
+
+    /// A directory with a `__pycache__` for each directory of modules, of what a program imports: an emulated machine takes a
+    /// minute for compiling it. What is in there is the same for all machines.
+    pub fn compiled(&mut self, program: &Path) -> anyhow::Result<PathBuf> {
+        let to = dir().join("python").join("compiled");
+        if !to.is_dir() {
+            let host =
+                Arch::ALL.into_iter().find(|arch| arch.is_host()).context("no packages for this machine")?;
+            let Pythons { programs, libraries, modules } = self.pythons(host)?;
+            let half = tempfile::tempdir_in(dir())?;
+            let loader = fs::read_dir(&libraries)?
+                .filter_map(|entry| Some(entry.ok()?.path()))
+                .find(|path| {
+                    path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("ld-linux"))
+                })
+                .with_context(|| format!("no dynamic linker in {}", libraries.display()))?;
+            for (python, modules) in programs.iter().zip(&modules) {
+                // By the libraries of the packages, not by those of this machine, which may be older.
+                let mut command = Command::new(&loader);
+                command.arg("--library-path").arg(&libraries).arg(python).args(["-S", "-c", COMPILE]);
+                command.args([program, modules, half.path()]);
+                execute(
+                    command.env("PYTHONHOME", modules.parent().and_then(Path::parent).unwrap_or(modules)),
+                )?;
+            }
+            fs::rename(half.keep(), &to).with_context(|| to.display().to_string())?;
+        }
+        Ok(to)
     }
 
     /// Rust's library for a machine that is not this one, for the compiler of the package rustc-web: a sysroot.
