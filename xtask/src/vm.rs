@@ -117,8 +117,15 @@ impl Args {
         let kernels = Kernel::all()
             .filter(|kernel| kernel.arch.is_host())
             .filter(|kernel| kernel.version == oldest || kernel.version == newest);
-        let filter = ["leaks_on_the_9x", "leaks_are_named", "losses_", "nothing_is_left", "the_kernel_takes"]
-            .map(str::to_owned);
+        let filter = [
+            "leaks_on_the_9x",
+            "leaks_are_named",
+            "losses_",
+            "nothing_is_left",
+            "the_kernel_takes",
+            "what_the_interpreter_says",
+        ]
+        .map(str::to_owned);
         Self { kernels: vec![Choice(kernels.collect())], filter: filter.into(), shell: false }
     }
 }
