@@ -4,6 +4,8 @@ use std::{
     collections::HashMap,
     path::{Path, PathBuf},
     process::Command,
+    thread,
+    time::Duration,
 };
 
 use anyhow::{Context, Result, ensure};
@@ -56,10 +58,10 @@ fn interpreters() -> Vec<Python> {
     found
 }
 
-/// `stacks.py`, with files for its truth and for when it is to begin.
-fn program(python: &Python, file: &Path, gate: &Path) -> Command {
+/// A program of tests/workloads/python, with files for its truth and for when it is to begin.
+fn program(python: &Python, name: &str, file: &Path, gate: &Path) -> Command {
     let mut command = Command::new(&python.program);
-    command.arg(root().join("tests/workloads/python/stacks.py"));
+    command.arg(root().join("tests/workloads/python").join(name));
     command.arg("--library").arg(root().join("target/sim/v8/lib64/libascendcl.so"));
     command.arg("--truth").arg(file).arg("--wait-file").arg(gate);
     command
@@ -87,7 +89,7 @@ fn run_with(
 ) -> Result<(Vec<Value>, Traced, u32)> {
     let dir = tempfile::tempdir()?;
     let (file, gate) = (dir.path().join("truth.jsonl"), dir.path().join("go"));
-    let command = program(python, &file, &gate);
+    let command = program(python, "stacks.py", &file, &gate);
     let target = Target::start(command)?;
     let pid = target.pid();
     wait_for_truth(&file, "ready")?;
@@ -193,7 +195,7 @@ fn stacks_are_there_from_the_first_instruction() -> Result<()> {
     let Some(python) = interpreters().pop() else { return Ok(()) };
     let dir = tempfile::tempdir()?;
     let (file, gate) = (dir.path().join("truth.jsonl"), dir.path().join("go"));
-    let command = program(&python, &file, &gate);
+    let command = program(&python, "stacks.py", &file, &gate);
     let mut words = vec!["--call-stack", "python:128", "--", "sh", "-c", "exec \"$0\" \"$@\""];
     words.extend(
         std::iter::once(command.get_program()).chain(command.get_args()).filter_map(|word| word.to_str()),
@@ -279,5 +281,81 @@ fn depth_rate_and_form_are_the_users_choice() -> Result<()> {
         .sum();
     assert!(limited > blocks / 2, "{facts}");
     assert_eq!(stacks.values().filter(|stack| stack.is_empty()).count() as u64, limited, "{facts}");
+    Ok(())
+}
+
+/// Function, file and line of a frame.
+type Seen = (String, String, u64);
+
+/// What py-spy sees of the threads of a process, each with its frames, innermost first: function, file, line.
+fn seen_by_py_spy(program: &Path, pid: u32) -> Result<Vec<Vec<Seen>>> {
+    let output = Command::new(program).args(["dump", "--json", "--pid", &pid.to_string()]).output()?;
+    ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let threads: Vec<Value> = serde_json::from_slice(&output.stdout)?;
+    let frames = |thread: &Value| {
+        let frames = thread["frames"].as_array().into_iter().flatten();
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let told = |f: &Value| (text(&f["name"]), text(&f["filename"]), f["line"].as_u64().unwrap_or(0));
+        frames.map(told).collect()
+    };
+    Ok(threads.iter().map(frames).collect())
+}
+
+/// By another program, which stops the process and reads it from outside: of threads that wait where they have allocated.
+#[test]
+fn stacks_are_what_py_spy_says() -> Result<()> {
+    let py_spy = root().join("target/py-spy/bin/py-spy");
+    if !GROUND.is_ready() {
+        return Ok(());
+    }
+    if !py_spy.is_file() {
+        assert!(!is_required("py-spy"), "py-spy is required and there is no {}", py_spy.display());
+        eprintln!("SKIPPED: there is no {}, which `cargo xtask test` installs", py_spy.display());
+        return Ok(());
+    }
+    for python in interpreters() {
+        let dir = tempfile::tempdir()?;
+        let (file, gate) = (dir.path().join("truth.jsonl"), dir.path().join("go"));
+        let target = Target::start(program(&python, "parked.py", &file, &gate))?;
+        let pid = target.pid();
+        wait_for_truth(&file, "ready")?;
+        let tracer = Tracer::start(&["-p", &pid.to_string(), "--call-stack", "python:128"])?.attached()?;
+        std::fs::write(&gate, "")?;
+        wait_for_truth(&file, "block")?;
+        // From the truth to the wait it is not far, and it is known when a thread has come there.
+        let parked = |threads: &Vec<Vec<Seen>>| {
+            let is_parked =
+                |frames: &&Vec<Seen>| frames.first().is_some_and(|(name, ..)| name.ends_with("park"));
+            threads.iter().filter(is_parked).count() == 2
+        };
+        let mut seen = seen_by_py_spy(&py_spy, pid)?;
+        for _ in 0..600 {
+            if parked(&seen) {
+                break;
+            }
+            thread::sleep(Duration::from_millis(100));
+            seen = seen_by_py_spy(&py_spy, pid)?;
+        }
+        assert!(parked(&seen), "{}: {seen:?}", python.version);
+        let (status, ..) = target.finish()?;
+        assert!(status.success(), "{}: {status}", python.version);
+        let traced = tracer.finish()?;
+        let stacks = dumped(&traced, pid)?;
+        let blocks: Vec<_> = truth(&file)?.into_iter().filter(|line| line["event"] == "block").collect();
+        assert_eq!(blocks.len(), 2);
+        for block in blocks {
+            let stack = block["ptr"].as_u64().and_then(|ptr| stacks.get(&ptr)).context("no block")?;
+            let is_same = |frames: &&Vec<Seen>| {
+                let lines: Vec<_> = stack.lines().collect();
+                // Before 3.11 it knows no qualified names.
+                frames.len() == lines.len()
+                    && frames.iter().zip(lines).all(|((name, file, line), found)| {
+                        let qualified = found.strip_prefix(&format!("{file}({line}): "));
+                        qualified.is_some_and(|q| q == name || q.ends_with(&format!(".{name}")))
+                    })
+            };
+            assert_eq!(seen.iter().filter(is_same).count(), 1, "{}: {stack} in {seen:#?}", python.version);
+        }
+    }
     Ok(())
 }

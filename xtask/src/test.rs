@@ -4,7 +4,7 @@ use std::{panic::resume_unwind, process::Command, thread};
 
 use crate::{
     bed,
-    command::{cargo, run},
+    command::{cargo, root, run},
     ebpf, setup, sim, vm,
 };
 
@@ -25,6 +25,8 @@ pub struct Args {
 
 /// torch_npu of the 8.x layout of CANN, and of the 9.x layout.
 pub const BEDS: [&str; 2] = ["2.7.1", "2.14.0"];
+
+const PY_SPY: &str = "py-spy==0.4.3";
 
 pub fn test(args: &Args) -> anyhow::Result<()> {
     setup::ensure()?;
@@ -71,7 +73,23 @@ fn grounds(with_wheels: bool) -> anyhow::Result<Vec<String>> {
             Err(e) => return Err(e.into()),
         }
     }
+    match py_spy() {
+        Ok(()) => grounds.push(String::from("py-spy")),
+        Err(e) => eprintln!("the comparison with py-spy is left out: {e}"),
+    }
     Ok(grounds)
+}
+
+/// Installs py-spy from PyPI where the test looks for it.
+fn py_spy() -> Result<(), sim::Error> {
+    let place = root().join("target/py-spy");
+    if place.join("bin/py-spy").is_file() {
+        return Ok(());
+    }
+    sim::execute(Command::new("python3").args(["-m", "venv"]).arg(&place))?;
+    let mut pip = Command::new(place.join("bin/python"));
+    pip.args(["-m", "pip", "install", "--quiet", "--no-deps", "--retries", "1", "--only-binary", ":all:"]);
+    sim::execute(pip.arg(PY_SPY)).map(|_| ())
 }
 
 /// One command for all of them: packages are compiled side by side. It also builds the tool, which the end-to-end tests
