@@ -8,6 +8,7 @@ mod dump_compare;
 mod dump_leaks;
 mod dump_read;
 mod dump_write;
+mod exercise;
 mod fuzz;
 mod fuzzing;
 mod inefficient;

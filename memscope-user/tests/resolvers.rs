@@ -14,6 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use crate::exercise;
 use memscope::probes::{
     cache::Cache,
     elf::{Arch, ElfError, FirstInstruction, Library, Missing},
@@ -232,26 +233,6 @@ fn what_is_not_a_library_is_refused_with_the_reason() {
     assert!(cut.starts_with("changed.so: the program header table reaches past the end"), "{cut}");
 }
 
-/// Everything that can be asked of a file.
-fn exercise(file: &File) {
-    let Ok(library) = Library::open(file.try_clone().unwrap(), "damaged.so") else { return };
-    let _ = (library.key(), library.soname(), library.needed());
-    for name in ["expect_report", "pool_malloc", "absent"] {
-        if let Ok(Some(offset)) = library.symbol(name) {
-            let _ = library.first_instruction(offset);
-        }
-    }
-    if let Ok(found) = torch_npu::resolve(&library) {
-        // What is found is code, however wrong the file.
-        let marks = [found.mark, found.range_start, found.range_end, found.range_push, found.range_pop];
-        let marks = marks.into_iter().flatten().map(|m| m.offset);
-        for offset in marks.chain(found.pool_report.map(|r| r.offset)) {
-            library.first_instruction(offset).unwrap();
-        }
-    }
-    let _ = mstx_python::resolve(&library);
-}
-
 /// A xorshift generator: the same damage in every run.
 struct Random(u64);
 
@@ -282,7 +263,7 @@ fn damaged_files_do_no_harm() {
             let begin = Instant::now();
             let value = values[random.below(values.len())];
             file.write_all_at(&[value], at as u64).unwrap();
-            exercise(&file);
+            exercise::library(&file);
             file.write_all_at(&bytes[at..=at], at as u64).unwrap();
             slowest(format!("byte {at} = {value}"), begin);
         }
@@ -296,26 +277,26 @@ fn damaged_files_do_no_harm() {
                 damaged[at..at + width].copy_from_slice(&word[..width]);
             }
             file.write_all_at(&damaged, 0).unwrap();
-            exercise(&file);
+            exercise::library(&file);
             slowest(format!("round {round}"), begin);
         }
         file.write_all_at(&bytes, 0).unwrap();
         for length in (0..bytes.len()).rev().step_by(61) {
             file.set_len(length as u64).unwrap();
-            exercise(&file);
+            exercise::library(&file);
         }
     }
 }
 
 #[test]
 fn fuzz_elf() {
-    let files: Vec<Vec<u8>> = FIXTURES.iter().map(|name| fs::read(fixture_path(name)).unwrap()).collect();
+    let files = exercise::libraries();
     crate::fuzzing::rounds("elf", 20, |random| {
         let mut bytes = random.pick(&files).clone();
         crate::fuzzing::damage(&mut bytes, &[b"\x7fELF", b"GNU\0", b"expect_report", b"MSTX"], random);
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(&bytes).unwrap();
-        exercise(&file);
+        exercise::library(&file);
     });
 }
 

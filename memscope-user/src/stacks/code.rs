@@ -121,7 +121,7 @@ pub fn is_alive(object: &[u8], of_type: u64) -> bool {
         && word_at(object, 8) == Some(of_type)
 }
 
-fn identity_of(object: &[u8], format: &InCode) -> Option<u64> {
+pub(super) fn identity_of(object: &[u8], format: &InCode) -> Option<u64> {
     let mut words = [0; 4];
     for (n, word) in words.iter_mut().take(usize::from(format.identity_bytes) / 8).enumerate() {
         *word = word_at(object, format.filename + 8 * n as u16)?;

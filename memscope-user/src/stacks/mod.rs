@@ -4,6 +4,8 @@
 //! that are new in it. Here they get names: from the copies, else from the process while it runs on.
 
 mod code;
+#[cfg(fuzzing)]
+pub mod fuzzing;
 mod interpreter;
 mod lines;
 mod memory;

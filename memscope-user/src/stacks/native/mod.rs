@@ -1,6 +1,9 @@
 //! Native stacks: from the registers and the piece of stack that the BPF programs send to the names of functions.
 
 mod guard;
+#[cfg(fuzzing)]
+pub(super) mod module;
+#[cfg(not(fuzzing))]
 mod module;
 mod unwind;
 

@@ -123,6 +123,8 @@ impl Module {
     }
 
     fn look_up(&self, address: u64, begin: Option<u64>, symbolizer: &Symbolizer) -> Option<Vec<Named>> {
+        // blazesym looks from an address to the next one, also where there is none.
+        address.checked_add(1)?;
         // The descriptor stays open, so this name stays the file's.
         let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
         let find = |debug_syms| {
@@ -228,6 +230,39 @@ mod tests {
                 }
             }
         });
+    }
+
+    /// Found by `cargo xtask fuzz modules`.
+    #[test]
+    fn a_table_that_points_before_its_frames_has_no_rules() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/resolvers/pool-x86_64.so");
+        let mut bytes = fs::read(path).expect("there");
+        let library = Library::open(File::open(path).expect("there"), path).expect("a library");
+        let (address, size) = library.eh_frame_hdr().expect("a table");
+        let segment =
+            library.segments().iter().find(|s| s.address <= address && address < s.address + s.file_size);
+        let at = (address - segment.expect("loaded").address + segment.expect("loaded").offset) as usize;
+        let rules = |bytes: &[u8]| {
+            let mut file = tempfile::tempfile().expect("a file");
+            file.write_all(bytes).expect("room");
+            let mut module = Module::new(file, Path::new("damaged.so"));
+            (0..2 * bytes.len() as u64).filter(|address| module.rule(*address).is_some()).count()
+        };
+        assert_ne!(rules(&bytes), 0);
+        // Four bytes of its own, two numbers, and then pairs: where a function begins, and its entry, both from here.
+        for pair in bytes[at + 12..at + size as usize].chunks_exact_mut(8) {
+            pair[4..].copy_from_slice(&(8 - address as i32).to_le_bytes());
+        }
+        assert_eq!(rules(&bytes), 0);
+    }
+
+    /// Found by `cargo xtask fuzz modules`.
+    #[test]
+    fn the_last_address_has_no_name() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/resolvers/pool-x86_64.so");
+        let mut module = Module::new(File::open(path).expect("there"), Path::new("whole.so"));
+        let names = module.names(u64::MAX, &Symbolizer::builder().enable_demangling(false).build());
+        assert_eq!(&*names[0].function, "fn_ffffffffffffffff");
     }
 
     #[test]

@@ -4,8 +4,8 @@
 //! functions without a sign of it, and a chain is to be a true one as far as it goes.
 
 use gimli::{
-    BaseAddresses, CfaRule, EhFrame, EhFrameHdr, EndianSlice, EvaluationResult, LittleEndian, Register,
-    RegisterRule, UnwindContext, UnwindExpression, UnwindSection, Value,
+    BaseAddresses, CfaRule, EhFrame, EhFrameHdr, EhFrameOffset, EndianSlice, EvaluationResult, LittleEndian,
+    Register, RegisterRule, UnwindContext, UnwindExpression, UnwindSection, Value,
 };
 
 use crate::probes::elf::Library;
@@ -117,8 +117,15 @@ impl Tables {
         let header = EhFrameHdr::new(file.get(self.header.0..self.header.1)?, LittleEndian);
         let header = header.parse(&bases, 8).ok()?;
         let frames = self.frames(file)?;
-        let function =
-            header.table()?.fde_for_address(&frames, &bases, address, EhFrame::cie_from_offset).ok()?;
+        // By hand: gimli subtracts where the frames begin from whatever the table says.
+        let gimli::Pointer::Direct(entry) = header.table()?.lookup(address, &bases).ok()? else {
+            return None;
+        };
+        let entry = EhFrameOffset(usize::try_from(entry.checked_sub(self.frames_address)?).ok()?);
+        let function = frames.fde_from_offset(&bases, entry, EhFrame::cie_from_offset).ok()?;
+        if !function.contains(address) {
+            return None;
+        }
         let mut context = UnwindContext::new();
         let row = function.unwind_info_for_address(&frames, &bases, &mut context, address).ok()?;
         let cfa = match *row.cfa() {

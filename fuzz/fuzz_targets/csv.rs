@@ -1,0 +1,12 @@
+//! CSV dumps.
+
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use memscope::dump::Format;
+use memscope_fuzz::{begin_with, exercise};
+
+fuzz_target!(
+    init: begin_with(exercise::dumps(Format::Csv)),
+    |data: &[u8]| memscope_fuzz::dump("memscope_dump_1.csv", data)
+);
