@@ -29,6 +29,8 @@ pub enum Origin {
     Framework,
     /// Another installed package.
     Package,
+    /// A text that was compiled as the program went (`exec`, `eval`): who did so has a file to look into.
+    Text,
     /// Code of the user's own.
     User,
 }

@@ -24,6 +24,9 @@ pub fn line(online: &Online, events_per_second: f64, lost: u64, probes: Option<f
         .collect();
     let mut parts = Vec::new();
     match &running[..] {
+        [] if online.ledger.processes().iter().any(|process| !process.devices().is_empty()) => {
+            parts.push("all have ended".to_owned());
+        }
         [] => parts.push("nothing allocated yet".to_owned()),
         [(_, process)] => match process.steps().current().0 {
             0 => parts.push("no step yet".to_owned()),
@@ -129,5 +132,7 @@ mod tests {
             line(&after(&script.events), 2.0, 0, None),
             "nothing allocated yet   events 2 /s   lost 0"
         );
+        script.alloc(0x10, 512).push(crate::model::testing::MAIN, crate::model::EventKind::Exit);
+        assert_eq!(line(&after(&script.events), 0.0, 0, None), "all have ended   events 0 /s   lost 0");
     }
 }

@@ -70,6 +70,11 @@ impl Origins {
         if file.starts_with("<frozen ") || file.starts_with("<eval_with_key>") {
             return Origin::Standard;
         }
+        // What is typed in is in no file either, but it is all that the user has.
+        let typed = ["<stdin>", "<ipython-input"].iter().any(|prompt| file.starts_with(prompt));
+        if file.starts_with('<') && file.ends_with('>') && !typed {
+            return Origin::Text;
+        }
         let standard = file.split_once("/lib/python3").is_some_and(|(_, rest)| {
             let minor = rest.strip_prefix('.').unwrap_or(rest);
             minor.trim_start_matches(|c: char| c.is_ascii_digit()).starts_with('/')
@@ -91,6 +96,8 @@ mod tests {
             ("/home/me/train.py", Origin::User),
             ("train.py", Origin::User),
             ("<stdin>", Origin::User),
+            ("<ipython-input-3-0a1b>", Origin::User),
+            ("<string>", Origin::Text),
             ("/home/me/torch/train.py", Origin::User),
             ("/src/pytorch/torch/nn/modules/module.py", Origin::Framework),
             ("/opt/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", Origin::Framework),
