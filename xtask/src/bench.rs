@@ -135,9 +135,9 @@ fn probes(args: &Args, sim: &sim::Sim) -> anyhow::Result<()> {
         command.args(["--pairs", "100000"]);
         one(command, mode, &[], "cpu_ns_per_pair", Gate::File)
     })?;
-    compare(args, "training step, ns of CPU", |mode| {
-        one(python("training.py"), mode, &[], "cpu_ns_per_step", Gate::File)
-    })?;
+    let mut training = Training::start(python("training.py"))?;
+    compare(args, "training step, ns of CPU", |mode| training.steps(mode))?;
+    drop(training);
     first_event(args, python("train_leak.py"))
 }
 
@@ -223,6 +223,66 @@ fn one(mut command: Command, mode: Mode, extra: &[&str], figure: &str, gate: Gat
     line.and_then(|line| line[figure].as_f64()).with_context(|| format!("the program told no {figure}"))
 }
 
+/// A training loop that goes on while tracers come and go: two processes of the same program differ by more than a
+/// tracer costs.
+struct Training {
+    program: Child,
+    dir: tempfile::TempDir,
+    windows: usize,
+}
+
+impl Training {
+    const STEPS: u32 = 300;
+
+    fn start(mut command: Command) -> anyhow::Result<Self> {
+        let dir = tempfile::tempdir()?;
+        command.arg("--truth").arg(dir.path().join("truth.jsonl"));
+        let program = command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
+        let training = Training { program, dir, windows: 0 };
+        wait_for(&training.truth(), "trained")?;
+        Ok(training)
+    }
+
+    fn truth(&self) -> PathBuf {
+        self.dir.path().join("truth.jsonl")
+    }
+
+    /// CPU time of a step, in ns.
+    fn steps(&mut self, mode: Mode) -> anyhow::Result<f64> {
+        let tracer = match mode {
+            Mode::Untraced => None,
+            _ => Some(attach(self.program.id(), self.dir.path(), mode, &[])?),
+        };
+        writeln!(self.program.stdin.as_mut().context("no standard input")?, "{}", Self::STEPS)?;
+        self.windows += 1;
+        let told = |lines: Vec<Value>| {
+            let windows = lines.into_iter().filter_map(|line| line["cpu_ns_per_step"].as_f64());
+            windows.collect::<Vec<_>>()
+        };
+        let figure = loop {
+            if let Some(figure) = told(lines(&self.truth())).get(self.windows - 1) {
+                break *figure;
+            }
+            if let Some(status) = self.program.try_wait()? {
+                bail!("the program ended: {status}");
+            }
+            thread::sleep(Duration::from_millis(5));
+        };
+        if let Some(mut tracer) = tracer {
+            interrupt(&tracer);
+            tracer.wait()?;
+        }
+        Ok(figure)
+    }
+}
+
+impl Drop for Training {
+    fn drop(&mut self) {
+        let _ = self.program.kill();
+        let _ = self.program.wait();
+    }
+}
+
 fn attach(pid: u32, dir: &Path, mode: Mode, extra: &[&str]) -> anyhow::Result<Child> {
     let said = dir.join("tracer.txt");
     let mut command = Command::new(tracer());
@@ -244,6 +304,12 @@ fn attach(pid: u32, dir: &Path, mode: Mode, extra: &[&str]) -> anyhow::Result<Ch
         thread::sleep(Duration::from_millis(5));
     }
     bail!("the tracer did not attach: {}", fs::read_to_string(&said)?)
+}
+
+/// Lets a tracer end with its report.
+fn interrupt(tracer: &Child) {
+    // SAFETY: kill takes two integers; the child is ours and not yet waited for.
+    unsafe { libc::kill(tracer.id() as i32, libc::SIGINT) };
 }
 
 fn tracer() -> PathBuf {

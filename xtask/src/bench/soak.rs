@@ -12,7 +12,7 @@ use std::{
 use anyhow::{Context, ensure};
 use serde_json::Value;
 
-use super::tracer;
+use super::{interrupt, tracer};
 use crate::sim::Sim;
 
 /// Processes at a time besides the one that stays.
@@ -44,8 +44,7 @@ pub fn soak(minutes: f64, sim: &Sim) -> anyhow::Result<()> {
     thread::sleep(Duration::from_secs(2));
     let length = Duration::from_secs_f64(minutes * 60.0);
     let outcome = churn(sim, dir.path(), tracer.id(), length);
-    // SAFETY: kill takes two integers; the child is ours and not yet waited for.
-    unsafe { libc::kill(tracer.id() as i32, libc::SIGINT) };
+    interrupt(&tracer);
     let status = tracer.wait()?;
     fs::write(&over, "")?;
     let survived = stays.wait()?;
