@@ -433,6 +433,9 @@ impl AtbTensors {
 }
 
 /// An operator with two inputs and an output, one with more inputs than are in place, and one whose pack is nonsense.
+///
+/// Not inlined: packs are so large that the stacks of all scenes would be longer than what is copied of a stack.
+#[inline(never)]
 fn packs() -> anyhow::Result<Tally> {
     type Execute = extern "C" fn(&[Address; 5], &[AtbTensors; 2], Address, u64, Address) -> i32;
     let [execute] =
