@@ -202,14 +202,20 @@ fn stacks_are_there_from_the_first_instruction() -> Result<()> {
     );
     let tracer = Tracer::start(&words)?.attached()?;
     wait_for_truth(&file, "ready")?;
+    // It has loaded CANN while it ran; where there is a program for each site, these are attached over seconds.
+    let descriptors = || std::fs::read_dir(format!("/proc/{}/fd", tracer.pid())).map(Iterator::count);
+    let mut held = 0;
+    while held != descriptors()? {
+        held = descriptors()?;
+        std::thread::sleep(std::time::Duration::from_secs(1));
+    }
     std::fs::write(&gate, "")?;
     let traced = tracer.finish()?;
     let mut lines = truth(&file)?;
     let ready = lines.iter().find(|line| line["event"] == "ready").context("it did not run")?;
     let pid = ready["pid"].as_u64().context("no pid")? as u32;
     let stacks = dumped(&traced, pid)?;
-    // It has loaded CANN while it ran, and runs on while the last of the sites are attached, which takes seconds where there is
-    // a program for each: what came before is not known at all.
+    // What came before the last site was attached is not known at all.
     lines.retain(|line| {
         line["event"] != "block" || line["ptr"].as_u64().is_some_and(|ptr| stacks.contains_key(&ptr))
     });
