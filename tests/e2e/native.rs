@@ -1,7 +1,7 @@
 //! The tracer on the native workload: every fact that the simulated CANN can vouch for.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashMap},
     fs,
     os::unix::{
         fs::{FileExt, PermissionsExt},
@@ -163,9 +163,8 @@ fn many_threads_are_traced_without_loss() -> Result<()> {
     let report = traced.report()?;
     assert_eq!(report.lost(), 0);
     let rows: Vec<_> = traced.dump(pid)?.into_iter().flat_map(|file| file.rows).collect();
-    let user = |row: &&std::collections::HashMap<String, String>| {
-        DumpFile::attr(row, "size").is_some_and(|size| size == padded(64 << 10).to_string())
-    };
+    let user =
+        |row: &&Row| DumpFile::attr(row, "size").is_some_and(|size| size == padded(64 << 10).to_string());
     assert_eq!(rows.iter().filter(user).filter(|row| row["Event"] == "MALLOC").count(), 12_000);
     assert_eq!(rows.iter().filter(user).filter(|row| row["Event"] == "FREE").count(), 12_000);
     let times: Vec<u64> = rows.iter().filter_map(|row| row["Timestamp(ns)"].parse().ok()).collect();
@@ -549,17 +548,9 @@ fn what_copies_and_kernels_use_is_seen_through(mechanism: &[&str]) -> Result<()>
     let traced = tracer.finish()?;
     let files = traced.dump(pid)?;
     let rows: Vec<_> = files.iter().flat_map(|file| &file.rows).collect();
-    let blocks: Vec<&str> = rows
-        .iter()
-        .filter(|row| row["Event"] == "MALLOC" && DumpFile::attr(row, "api_size") == Some("65536"))
-        .map(|row| row["Ptr"].as_str())
-        .collect();
+    let blocks = blocks_of(&rows, "65536");
     let [input, output] = blocks[..] else { anyhow::bail!("{blocks:?}") };
-    let mut used: BTreeMap<(&str, &str, &str, &str), usize> = BTreeMap::new();
-    for row in rows.iter().filter(|row| row["Event"] == "ACCESS") {
-        let size = DumpFile::attr(row, "size").context("no size")?;
-        *used.entry((&row["Name"], &row["Event Type"], &row["Ptr"], size)).or_default() += 1;
-    }
+    let used = uses(&rows)?;
     let mut wanted = BTreeMap::from([(("aclrtMemcpyAsync", "WRITE", input, "65536"), 3)]);
     for kernel in ["scale_add_1f2e3d", "fill", "rtKernelLaunchWithHandleV2"] {
         for block in [input, output] {
@@ -568,6 +559,27 @@ fn what_copies_and_kernels_use_is_seen_through(mechanism: &[&str]) -> Result<()>
     }
     assert_eq!(used, wanted);
     Ok(())
+}
+
+type Row = HashMap<String, String>;
+
+/// The addresses of blocks of which so many bytes were asked.
+fn blocks_of<'a>(rows: &[&'a Row], bytes: &str) -> Vec<&'a str> {
+    let of_size = |row: &&&Row| row["Event"] == "MALLOC" && DumpFile::attr(row, "api_size") == Some(bytes);
+    rows.iter().filter(of_size).map(|row| row["Ptr"].as_str()).collect()
+}
+
+/// Who used which block how: name, kind, address, bytes.
+type Use<'a> = (&'a str, &'a str, &'a str, &'a str);
+
+/// How often each use comes.
+fn uses<'a>(rows: &[&'a Row]) -> Result<BTreeMap<Use<'a>, usize>> {
+    let mut used = BTreeMap::new();
+    for row in rows.iter().filter(|row| row["Event"] == "ACCESS") {
+        let size = DumpFile::attr(row, "size").context("no size")?;
+        *used.entry((&*row["Name"], &*row["Event Type"], &*row["Ptr"], size)).or_default() += 1;
+    }
+    Ok(used)
 }
 
 /// Packs of tensors: in place and elsewhere; of the longer one as many as a record has room for.
@@ -597,17 +609,9 @@ fn what_operators_of_atb_use_is_seen() -> Result<()> {
         assert_eq!(site.context("not attached")?["hits"], 3);
         let files = traced.dump(pid)?;
         let rows: Vec<_> = files.iter().flat_map(|file| &file.rows).collect();
-        let blocks: Vec<&str> = rows
-            .iter()
-            .filter(|row| row["Event"] == "MALLOC" && DumpFile::attr(row, "api_size") == Some("65536"))
-            .map(|row| row["Ptr"].as_str())
-            .collect();
+        let blocks = blocks_of(&rows, "65536");
         let [a, b, c] = blocks[..] else { anyhow::bail!("{blocks:?}") };
-        let mut used: BTreeMap<(&str, &str, &str, &str), usize> = BTreeMap::new();
-        for row in rows.iter().filter(|row| row["Event"] == "ACCESS") {
-            let size = DumpFile::attr(row, "size").context("no size")?;
-            *used.entry((&row["Name"], &row["Event Type"], &row["Ptr"], size)).or_default() += 1;
-        }
+        let used = uses(&rows)?;
         let wanted = BTreeMap::from([
             (("LinearOperation", "UNKNOWN", a, "65536"), 1),
             (("LinearOperation", "UNKNOWN", b, "65536"), 1),

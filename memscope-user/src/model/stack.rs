@@ -87,7 +87,7 @@ impl NativeStack {
 }
 
 /// Python's functions, the native ones, or both.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Stack {
     /// Python's, innermost first.
     frames: Arc<[Frame]>,
@@ -138,9 +138,7 @@ impl Stack {
     pub fn with_native(python: Option<&Stack>, native: Arc<NativeStack>) -> Self {
         let native = Some(native);
         match python {
-            Some(&Stack { ref frames, whose, cut, place, caller, ref label, .. }) => {
-                Stack { frames: frames.clone(), whose, cut, place, caller, label: label.clone(), native }
-            }
+            Some(python) => Stack { native, ..python.clone() },
             None => Stack {
                 frames: Arc::default(),
                 whose: Whose::Own,

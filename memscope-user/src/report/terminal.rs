@@ -28,14 +28,15 @@ pub fn render(document: &Document, colour: bool, all_frames: bool) -> String {
     let report = Report::new(document, colour, all_frames);
     let mut out = String::new();
     // A program that failed of it is what its user is here for.
-    let mut failed = String::new();
-    report.out_of_memory(&mut failed);
-    let is_first = document.devices.iter().any(|device| device.oom.iter().any(|oom| !oom.recovered));
-    let (first, later) = if is_first { (&*failed, "") } else { ("", &*failed) };
-    out.push_str(first);
+    let failed = report.has_failed();
+    if failed {
+        report.out_of_memory(&mut out);
+    }
     report.headline(&mut out);
     report.inferred_steps(&mut out);
-    out.push_str(later);
+    if !failed {
+        report.out_of_memory(&mut out);
+    }
     report.leaks(&mut out);
     report.growth(&mut out);
     report.late(&mut out);
@@ -113,6 +114,11 @@ impl<'a> Report<'a> {
 }
 
 impl Report<'_> {
+    /// Whether a request for memory was refused for good.
+    fn has_failed(&self) -> bool {
+        self.document.devices.iter().any(|device| device.oom.iter().any(|oom| !oom.recovered))
+    }
+
     fn headline(&self, out: &mut String) {
         let document = self.document;
         let leaking = &self.leaking;
@@ -370,7 +376,7 @@ impl Report<'_> {
     fn next(&self, out: &mut String) {
         let document = self.document;
         let leaking = &self.leaking;
-        let text = if document.devices.iter().any(|device| device.oom.iter().any(|oom| !oom.recovered)) {
+        let text = if self.has_failed() {
             "free or shrink what holds most above, or what leaks".to_owned()
         } else if let Some(block) = leaking.first().and_then(|group| group.blocks.first()) {
             let mut text = "see what your code keeps of each step's results".to_owned();
