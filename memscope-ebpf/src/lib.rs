@@ -7,7 +7,7 @@
 
 /// Changes whenever a layout below changes. The object embedded in the tool always matches; the number is
 /// there for recorded streams.
-pub const WIRE_VERSION: u32 = 6;
+pub const WIRE_VERSION: u32 = 7;
 
 /// Sites that can be attached at one time.
 pub const MAX_SITES: u32 = 4096;
@@ -307,6 +307,8 @@ pub struct Report {
 pub struct Interpreter {
     /// Makes ids of one process image differ from those of every other.
     pub salt: u64,
+    /// The salt of the process that the collector has looked at: another one's, where it was forked from that.
+    pub image: u64,
     /// `PyThreadState` of the main thread; 0: not known.
     pub main_thread: u64,
     /// From a thread's robust list to the pthread slot that holds its `PyThreadState`.
@@ -366,6 +368,8 @@ pub struct RawFrame {
 pub struct StackHead {
     pub header: Header,
     pub id: u64,
+    /// As in [`Interpreter`].
+    pub image: u64,
     pub frames: u32,
     /// Not 0: the last of the frames was called by others, which are not there.
     pub more: u32,
@@ -434,8 +438,11 @@ pub struct NativeConfig {
 pub struct ProcessConfig {
     /// From a `task_struct` to its exit code; 0: not known.
     pub exit_code: u32,
+    /// To the id of its process.
+    pub tgid: u32,
     /// Not 0: `exec` of every process is told, not of those alone that are observed.
     pub every_exec: u32,
+    pub reserved: u32,
 }
 
 /// A call that returns through a return probe: the probe's trampoline has taken the place of its return address.
@@ -623,8 +630,8 @@ pub unsafe trait Plain: Copy + 'static {
 
 wire! {
     Site = 16, Counters = 48, Header = 24, Enter = 56, Return = 88, Name = 176, Mark = 368, Report = 88,
-    InFlight = 40, InFlightKey = 16, ApiCall = 32, Interpreter = 72, RawFrame = 24, StackHead = 40,
-    Stack = 40 + 24 * MAX_DEPTH, Thread = 8 + 32 + 4 * MAX_COPIES + 8 + FRAME_BYTES + 8 + 40 + 24 * MAX_DEPTH, Tensor = 48,
-    Arguments = 288, NativeConfig = 24, ProcessConfig = 8, Caller = 16, Callers = 8 + 16 * MAX_CALLERS, NativeHead = 232,
+    InFlight = 40, InFlightKey = 16, ApiCall = 32, Interpreter = 80, RawFrame = 24, StackHead = 48,
+    Stack = 48 + 24 * MAX_DEPTH, Thread = 8 + 32 + 4 * MAX_COPIES + 8 + FRAME_BYTES + 8 + 48 + 24 * MAX_DEPTH, Tensor = 48,
+    Arguments = 288, NativeConfig = 24, ProcessConfig = 16, Caller = 16, Callers = 8 + 16 * MAX_CALLERS, NativeHead = 232,
     PieceHead = 40, PackedTensor = 24, Pack = 40 + 24 * PACK_LEN, Slice = 232 + PAGE_LEN * SLICE_PAGES, FrameRecord = 16, Chain = 232 + 16 * MAX_DEPTH,
 }

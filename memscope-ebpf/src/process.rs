@@ -11,11 +11,11 @@ use aya_ebpf::{
     macros::map,
     maps::{Array, HashMap},
 };
-use memscope_ebpf::{Header, MAX_TARGETS, ProcessConfig, kind, verdict};
+use memscope_ebpf::{Header, MAX_TARGETS, ProcessConfig, kind, mix, verdict};
 
 use crate::{
     site::{Hit, TARGETS, notify},
-    stack::INTERPRETERS,
+    stack::{INTERPRETERS, thread_state},
 };
 
 #[map]
@@ -58,14 +58,47 @@ pub extern "C" fn exec(_ctx: *mut c_void) -> u32 {
     0
 }
 
+/// Another task begins, and is not running yet. A process has its parent's interpreter: the thread that forked is its only
+/// one. What it makes of it is its own, and so are the ids of its stacks: two processes may have different code at one
+/// address.
+#[unsafe(no_mangle)]
+#[unsafe(link_section = "raw_tp/sched_process_fork")]
+pub extern "C" fn fork(ctx: *mut c_void) -> u32 {
+    let pid_tgid = bpf_get_current_pid_tgid();
+    let parent = (pid_tgid >> 32) as u32;
+    // SAFETY: written as a whole, by the collector and by this program for a process that has not run yet.
+    let Some(interpreter) = (unsafe { INTERPRETERS.get(&parent) }) else { return 0 };
+    let Some(config) = PROCESSES.get(0) else { return 0 };
+    let mut child = 0u32;
+    // SAFETY: the tracepoint's arguments are the parent's task and the child's; a local u32; the kernel checks the address.
+    unsafe {
+        let task = (*ctx.cast::<[u64; 2]>())[1].wrapping_add(config.tgid as u64);
+        bpf_probe_read_kernel((&raw mut child).cast(), 4, task as *const c_void);
+    }
+    if child != 0 && child != parent {
+        let mut inherited = *interpreter;
+        // SAFETY: a helper call without arguments.
+        inherited.salt = mix(mix(interpreter.salt, child as u64), unsafe { bpf_ktime_get_ns() });
+        inherited.main_thread = thread_state(interpreter, pid_tgid as u32).unwrap_or(0);
+        // Without room the collector will have to look at it first.
+        let _ = INTERPRETERS.insert(&child, &inherited, 0);
+    }
+    0
+}
+
 /// The end of a thread of an observed process. Those of a process that is killed, or exits, all end with its code.
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "raw_tp/sched_process_exit")]
 pub extern "C" fn exit(_ctx: *mut c_void) -> u32 {
-    let tgid = (bpf_get_current_pid_tgid() >> 32) as u32;
+    let pid_tgid = bpf_get_current_pid_tgid();
+    let tgid = (pid_tgid >> 32) as u32;
     // SAFETY: as in `exec`.
-    if unsafe { TARGETS.get(&tgid) }.is_some_and(|v| *v == verdict::OBSERVE)
-        && let Some(config) = PROCESSES.get(0)
+    if !unsafe { TARGETS.get(&tgid) }.is_some_and(|v| *v == verdict::OBSERVE) {
+        // No one else clears away what it has inherited.
+        if pid_tgid as u32 == tgid {
+            let _ = INTERPRETERS.remove(&tgid);
+        }
+    } else if let Some(config) = PROCESSES.get(0)
         && config.exit_code != 0
     {
         let mut code = 0u32;

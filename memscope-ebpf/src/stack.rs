@@ -58,7 +58,7 @@ fn try_capture(hit: &Hit) -> Result<u64, u64> {
     let tgid = (hit.pid_tgid >> 32) as u32;
     // SAFETY: written by the collector only, as a whole and before the process's first stack is taken.
     let interpreter = unsafe { INTERPRETERS.get(&tgid) }.ok_or(no_stack::NO_INTERPRETER)?;
-    let state = thread_state(hit, interpreter)?;
+    let state = thread_state(interpreter, hit.pid_tgid as u32)?;
     let mut via = 0;
     let mut frame = innermost(interpreter, state)?;
     if frame == 0 && interpreter.main_thread != 0 {
@@ -76,14 +76,15 @@ fn try_capture(hit: &Hit) -> Result<u64, u64> {
     // SAFETY: the value is not read.
     if unsafe { SENT.get(&id) }.is_none() {
         copy_codes(hit, interpreter, thread);
-        send(hit, thread, id, via)?;
+        send(hit, interpreter, thread, id, via)?;
         let _ = SENT.insert(&id, &1, 0);
     }
     Ok(id)
 }
 
+/// The `PyThreadState` of the current thread, which has this id.
 #[inline(always)]
-fn thread_state(hit: &Hit, interpreter: &Interpreter) -> Result<u64, u64> {
+pub fn thread_state(interpreter: &Interpreter, tid: u32) -> Result<u64, u64> {
     let list = if interpreter.robust_list != 0 {
         let mut list = 0u64;
         // SAFETY: a local u64; the kernel checks the address.
@@ -94,7 +95,7 @@ fn thread_state(hit: &Hit, interpreter: &Interpreter) -> Result<u64, u64> {
         list
     } else {
         // SAFETY: a plain u64, which the collector writes as a whole.
-        unsafe { ROBUST_LISTS.get(&(hit.pid_tgid as u32)) }.copied().unwrap_or(0)
+        unsafe { ROBUST_LISTS.get(&tid) }.copied().unwrap_or(0)
     };
     if list == 0 {
         return Err(no_stack::NO_SLOT);
@@ -339,7 +340,7 @@ fn send_piece<const LEN: usize>(hit: &Hit, address: u64, len: u64) -> bool {
 }
 
 #[inline(always)]
-fn send(hit: &Hit, thread: *mut Thread, id: u64, flags: u16) -> Result<(), u64> {
+fn send(hit: &Hit, interpreter: &Interpreter, thread: *mut Thread, id: u64, flags: u16) -> Result<(), u64> {
     // SAFETY: the entry is this thread's own; the map is what the helper wants, and the length is within the value.
     unsafe {
         let stack = &raw mut (*thread).stack;
@@ -351,6 +352,7 @@ fn send(hit: &Hit, thread: *mut Thread, id: u64, flags: u16) -> Result<(), u64> 
         let frames = (frames.wrapping_sub(1) & (MAX_DEPTH as u32 - 1)) + 1;
         (*stack).head.header = hit.header(kind::STACK, flags);
         (*stack).head.id = id;
+        (*stack).head.image = interpreter.image;
         let bytes = size_of::<StackHead>() as u64 + frames as u64 * size_of::<RawFrame>() as u64;
         let records = (&raw const RECORDS).cast_mut().cast();
         if bpf_ringbuf_output(records, stack.cast(), bytes, BPF_RB_FORCE_WAKEUP as u64) != 0 {

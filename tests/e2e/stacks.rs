@@ -1,7 +1,7 @@
 //! Python stacks, against what the interpreter itself says of them: every version that this machine has.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     path::{Path, PathBuf},
     process::Command,
     thread,
@@ -186,6 +186,17 @@ fn stacks_need_no_root() -> Result<()> {
     assert_equal(&python, &lines, &dumped(&traced, pid)?)
 }
 
+/// Waits until what a command has loaded while it ran is attached: where there is a program for each site, over seconds.
+fn attached_to_all(tracer: &Tracer) -> Result<()> {
+    let descriptors = || std::fs::read_dir(format!("/proc/{}/fd", tracer.pid())).map(Iterator::count);
+    let mut held = 0;
+    while held != descriptors()? {
+        held = descriptors()?;
+        thread::sleep(Duration::from_secs(1));
+    }
+    Ok(())
+}
+
 /// The interpreter is looked for as soon as there is one: after the shell, which has none, has made way for it.
 #[test]
 fn stacks_are_there_from_the_first_instruction() -> Result<()> {
@@ -202,13 +213,7 @@ fn stacks_are_there_from_the_first_instruction() -> Result<()> {
     );
     let tracer = Tracer::start(&words)?.attached()?;
     wait_for_truth(&file, "ready")?;
-    // It has loaded CANN while it ran; where there is a program for each site, these are attached over seconds.
-    let descriptors = || std::fs::read_dir(format!("/proc/{}/fd", tracer.pid())).map(Iterator::count);
-    let mut held = 0;
-    while held != descriptors()? {
-        held = descriptors()?;
-        std::thread::sleep(std::time::Duration::from_secs(1));
-    }
+    attached_to_all(&tracer)?;
     std::fs::write(&gate, "")?;
     let traced = tracer.finish()?;
     let mut lines = truth(&file)?;
@@ -220,6 +225,70 @@ fn stacks_are_there_from_the_first_instruction() -> Result<()> {
         line["event"] != "block" || line["ptr"].as_u64().is_some_and(|ptr| stacks.contains_key(&ptr))
     });
     assert_equal(&python, &lines, &stacks)
+}
+
+/// A process that has just been forked is its parent's twin: where that one's interpreter is known, its is, before it has
+/// been looked at. What it does from then on is its own: at the same addresses there may be other code.
+#[test]
+fn stacks_of_forked_processes_are_there_from_their_first_allocation() -> Result<()> {
+    /// Each fourth forks another one.
+    const PROCESSES: usize = 50;
+    if !GROUND.is_ready() {
+        return Ok(());
+    }
+    if !Path::new("/sys/kernel/btf/vmlinux").exists() {
+        eprintln!("SKIPPED: this kernel does not describe its structures");
+        return Ok(());
+    }
+    let all = interpreters();
+    for python in [all.first(), all.last()].into_iter().flatten() {
+        let dir = tempfile::tempdir()?;
+        let [file, gate, end] = ["truth.jsonl", "go", "end"].map(|name| dir.path().join(name));
+        let mut command = program(python, "forks.py", &file, &gate);
+        command.arg("--end-file").arg(&end);
+        let mut words = vec!["--call-stack", "python:128", "--"];
+        words.extend(
+            std::iter::once(command.get_program()).chain(command.get_args()).filter_map(|word| word.to_str()),
+        );
+        let mut tracer = Tracer::start(&words)?.attached()?;
+        wait_for_truth(&file, "ready")?;
+        attached_to_all(&tracer)?;
+        std::fs::write(&gate, "")?;
+        // Who has ended before it could be looked at is in no figure.
+        let forked = |lines: &[Value]| -> HashSet<u32> {
+            let last = lines.iter().filter(|line| line["kind"] == "own code again");
+            last.filter_map(|line| line["pid"].as_u64()).map(|pid| pid as u32).collect()
+        };
+        let mut children = HashSet::new();
+        for _ in 0..600 {
+            // A line may be half written.
+            children = truth(&file).map(|lines| forked(&lines)).unwrap_or_default();
+            if children.len() == PROCESSES {
+                break;
+            }
+            thread::sleep(Duration::from_millis(100));
+        }
+        assert_eq!(children.len(), PROCESSES, "{}", python.version);
+        for child in &children {
+            tracer = tracer.attached_to(*child)?;
+        }
+        std::fs::write(&end, "")?;
+        let traced = tracer.finish()?;
+        let mut missing = Vec::new();
+        for pid in children {
+            let stacks = dumped(&traced, pid)?;
+            for block in truth(&file)?.iter().filter(|line| line["event"] == "block" && line["pid"] == pid) {
+                let ptr = block["ptr"].as_u64().context("no address")?;
+                let found = stacks.get(&ptr).with_context(|| format!("no block at {ptr:#x} of {pid}"))?;
+                match found.as_str() {
+                    "" => missing.push(block["kind"].to_string()),
+                    found => assert_eq!(found, told(block, "\n")?, "{} {}", python.version, block["kind"]),
+                }
+            }
+        }
+        assert!(missing.is_empty(), "{}: {} have no stack: {missing:?}", python.version, missing.len());
+    }
+    Ok(())
 }
 
 /// Names are there also when the program is not any more: the tracer sees nothing of it before it has ended.

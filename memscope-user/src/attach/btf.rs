@@ -8,6 +8,8 @@ pub struct Task {
     /// The robust list that glibc registers for each thread.
     pub robust_list: Option<u32>,
     pub exit_code: Option<u32>,
+    /// The id of its process.
+    pub tgid: Option<u32>,
 }
 
 impl Task {
@@ -15,7 +17,7 @@ impl Task {
     pub fn of_kernel() -> Self {
         let Ok(bytes) = fs::read(Path::new("/sys/kernel/btf/vmlinux")) else { return Self::default() };
         let offset = |member| member_offset(&bytes, b"task_struct", member);
-        Self { robust_list: offset(b"robust_list"), exit_code: offset(b"exit_code") }
+        Self { robust_list: offset(b"robust_list"), exit_code: offset(b"exit_code"), tgid: offset(b"tgid") }
     }
 }
 
@@ -130,7 +132,7 @@ mod tests {
         if Path::new("/sys/kernel/btf/vmlinux").exists() {
             let task = Task::of_kernel();
             let known = |offset: Option<u32>| offset.is_some_and(|offset| offset > 0 && offset < 16384);
-            assert!(known(task.robust_list) && known(task.exit_code), "{task:?}");
+            assert!(known(task.robust_list) && known(task.exit_code) && known(task.tgid), "{task:?}");
         }
     }
 }

@@ -23,7 +23,8 @@ pub struct Ending {
 
 impl Attacher {
     pub(super) fn learn_endings(&mut self, exit_code: u32) -> Result<(), Box<dyn std::error::Error>> {
-        self.set_processes(ProcessConfig { exit_code, ..ProcessConfig::default() })?;
+        let config = self.maps.processes.get(&0, 0).unwrap_or_default();
+        self.set_processes(ProcessConfig { exit_code, ..config })?;
         let exit = self.loader.program(Program::Exit, Flavour::RawTracepoint)?;
         let link = sys::raw_tracepoint(exit, c"sched_process_exit")?;
         self.host_links.push(Link::RawTracepoint(link));

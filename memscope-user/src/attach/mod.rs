@@ -276,10 +276,12 @@ impl Attacher {
             Ok(link) => attacher.host_links.push(Link::RawTracepoint(link)),
             Err(e) => tracing::warn!("exec of a target will not be noticed: {e}"),
         }
-        if let Some(exit_code) = task.exit_code
-            && let Err(e) = attacher.learn_endings(exit_code)
-        {
-            tracing::warn!("how targets end will not be known: {e}");
+        if let Some(exit_code) = task.exit_code {
+            match attacher.learn_endings(exit_code) {
+                Err(e) => tracing::warn!("how targets end will not be known: {e}"),
+                // Without the end of those that are never looked at, what they inherit would stay.
+                Ok(()) => attacher.try_inheritance(task.tgid),
+            }
         }
         Ok((attacher, records))
     }

@@ -1,13 +1,18 @@
 //! What the programs are told of stacks.
 
-use memscope_ebpf::{Interpreter, NativeConfig};
+use memscope_ebpf::{Interpreter, NativeConfig, ProcessConfig};
 
 use super::{
     AttachError, Attacher, LoadError, Mechanism,
+    links::Link,
     loader::{Flavour, Loader, Program},
     process::Process,
+    sys,
 };
-use crate::{model::Tid, stacks};
+use crate::{
+    model::{Tgid, Tid},
+    stacks,
+};
 
 /// How much of Python stacks is taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,6 +74,23 @@ impl Attacher {
         self.stacks.is_some() && self.robust_list == 0
     }
 
+    /// Processes that are forked have stacks from their first allocation on, where the kernel says where a task keeps the
+    /// id of its process.
+    pub(super) fn try_inheritance(&mut self, tgid: Option<u32>) {
+        let Some(tgid) = tgid.filter(|_| self.stacks.is_some() && self.robust_list != 0) else { return };
+        if let Err(e) = self.inherit_interpreters(tgid) {
+            tracing::warn!("the first allocations of forked processes will have no Python stacks: {e}");
+        }
+    }
+
+    fn inherit_interpreters(&mut self, tgid: u32) -> Result<(), Box<dyn std::error::Error>> {
+        let config = self.maps.processes.get(&0, 0).unwrap_or_default();
+        self.set_processes(ProcessConfig { tgid, ..config })?;
+        let fork = self.loader.program(Program::Fork, Flavour::RawTracepoint)?;
+        self.host_links.push(Link::RawTracepoint(sys::raw_tracepoint(fork, c"sched_process_fork")?));
+        Ok(())
+    }
+
     pub(super) fn try_native_stacks(&mut self) -> Result<(), AttachError> {
         let Some(config) = self.native_stacks else { return Ok(()) };
         let programs =
@@ -128,6 +150,12 @@ impl Attacher {
         self.native_stacks
     }
 
+    /// The process that it was forked from, by the `salt` that was given for that one, where stacks of the process are taken
+    /// since.
+    pub fn inherited(&self, tgid: Tgid) -> Option<u64> {
+        self.maps.interpreters.get(&tgid.0, 0).ok().map(|interpreter| interpreter.image)
+    }
+
     /// From now on the programs take stacks of the process. `salt` is to be another one for each program that a
     /// process runs: stacks are told apart by it.
     pub fn take_stacks(
@@ -138,6 +166,7 @@ impl Attacher {
     ) -> Result<(), AttachError> {
         let Some(config) = self.stacks else { return Ok(()) };
         let interpreter = Interpreter {
+            image: salt,
             robust_list: self.robust_list,
             depth: config.depth,
             interval_ns: interval_ns(config.rate),

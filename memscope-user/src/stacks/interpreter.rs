@@ -66,6 +66,8 @@ pub struct Interpreter {
     pub main_thread: u64,
     /// From a robust list to the slot with the thread's state.
     pub slot: i64,
+    /// Where it keeps the number of the slot, and what was there.
+    key: (u64, [u8; 8]),
 }
 
 /// What the file of an interpreter tells.
@@ -134,6 +136,12 @@ impl Interpreter {
             Some(located) => calibrate(process, located),
             None => Ok(Found::None),
         }
+    }
+
+    /// Whether it still has its threads' states in the same slot: in a forked process it is given one anew.
+    pub fn has_same_slot(&self, memory: &impl Read) -> bool {
+        let (at, key) = self.key;
+        memory.bytes(at) == Some(key)
     }
 
     /// What the BPF programs need.
@@ -240,6 +248,7 @@ fn calibrate(process: &Process, located: Located) -> Result<Found, Refusal> {
                     types,
                     main_thread,
                     slot,
+                    key: (runtime + u64::from(offsets.tss), tss),
                 })));
             }
             Frames::None => return Ok(Found::NotReady),

@@ -14,7 +14,7 @@ mod offsets;
 mod origin;
 mod threads;
 
-use std::sync::Arc;
+use std::{io, sync::Arc};
 
 use memscope_ebpf::{Header, PieceHead, Plain, RawFrame, StackHead, flags, no_stack};
 use rustc_hash::FxHashMap;
@@ -25,7 +25,10 @@ pub use native::{NativeTally, Natives, demangled};
 pub use origin::Origins;
 pub use threads::robust_lists;
 
-use crate::model::{Frame, Name, Origin, Stack, Tgid, Tid, Whose};
+use crate::{
+    attach::proc::Proc,
+    model::{Frame, Name, Origin, Stack, Tgid, Tid, Whose},
+};
 use code::{At, Code};
 use interpreter::code_and_owner;
 use memory::Copied;
@@ -35,6 +38,8 @@ use offsets::{OWNED_BY_C, OWNED_BY_GENERATOR};
 const MOST_STACKS: usize = 1 << 16;
 /// Code objects kept of a process.
 const MOST_CODES: usize = 1 << 16;
+/// Images kept besides those of processes that run.
+const MOST_IMAGES: usize = 1 << 12;
 /// Threads with pieces that wait for their stack. It comes at once, unless it is lost.
 const MOST_WAITING: usize = 64;
 
@@ -119,6 +124,8 @@ fn in_order(without: &FxHashMap<Reason, u64>) -> Vec<(Reason, u64)> {
 #[derive(Debug, Default)]
 pub struct Stacks {
     processes: FxHashMap<Tgid, Known>,
+    /// By their numbers.
+    images: FxHashMap<u64, Arc<Image>>,
     tallies: FxHashMap<Tgid, Tally>,
     /// What was copied for a thread's next stack.
     copied: FxHashMap<Tid, Copied>,
@@ -126,28 +133,63 @@ pub struct Stacks {
     pub native: Option<Natives>,
 }
 
+/// A program as one process has loaded it, and as those have it that were forked from that.
+#[derive(Debug)]
+struct Image {
+    number: u64,
+    proc: Proc,
+    interpreter: Interpreter,
+    origins: Origins,
+}
+
 /// What is known of a process.
 #[derive(Debug)]
 struct Known {
     memory: Memory,
-    interpreter: Interpreter,
-    origins: Origins,
+    image: Arc<Image>,
     codes: FxHashMap<(u64, u64), Arc<Code>>,
     stacks: FxHashMap<u64, Result<Arc<Stack>, Reason>>,
     gone: Name,
 }
 
 impl Stacks {
-    /// From now on the process's stacks can be read.
-    pub fn begin(&mut self, tgid: Tgid, memory: Memory, interpreter: Interpreter, origins: Origins) {
-        let known = Known {
-            memory,
-            interpreter,
-            origins,
-            codes: FxHashMap::default(),
-            stacks: FxHashMap::default(),
-            gone: GONE.into(),
-        };
+    /// From now on the process's stacks can be read, and those of processes that are forked from it. `image` is its number.
+    pub fn begin(
+        &mut self,
+        tgid: Tgid,
+        image: u64,
+        proc: &Proc,
+        interpreter: Interpreter,
+        origins: Origins,
+    ) -> io::Result<()> {
+        let memory = Memory::of(proc, tgid)?;
+        if self.images.len() >= MOST_IMAGES {
+            self.images.retain(|_, image| Arc::strong_count(image) > 1);
+        }
+        let image = Arc::new(Image { number: image, proc: proc.clone(), interpreter, origins });
+        self.images.insert(image.number, image.clone());
+        self.know(tgid, memory, image);
+        Ok(())
+    }
+
+    /// The process's stacks can be read by what is known of the one that it was forked from, whose image this is: the version
+    /// of its interpreter. `None` when they can not.
+    pub fn inherit(&mut self, tgid: Tgid, image: u64) -> Option<&str> {
+        if self.processes.get(&tgid).is_none_or(|known| known.image.number != image) {
+            let image = self.images.get(&image)?.clone();
+            let memory = Memory::of(&image.proc, tgid).ok()?;
+            if !image.interpreter.has_same_slot(&memory) {
+                return None;
+            }
+            self.know(tgid, memory, image);
+        }
+        self.processes.get(&tgid).map(|known| known.image.interpreter.version.as_str())
+    }
+
+    fn know(&mut self, tgid: Tgid, memory: Memory, image: Arc<Image>) {
+        // Events that are still to come may name stacks of before.
+        let stacks = self.processes.remove(&tgid).map(|known| known.stacks).unwrap_or_default();
+        let known = Known { memory, image, codes: FxHashMap::default(), stacks, gone: GONE.into() };
         self.processes.insert(tgid, known);
     }
 
@@ -187,6 +229,9 @@ impl Stacks {
         let tgid = Tgid(head.header.tgid);
         let copied = self.copied.remove(&Tid(head.header.tid)).unwrap_or_default();
         // Its process has ended since, or runs another program.
+        if self.inherit(tgid, head.image).is_none() {
+            return Some(());
+        }
         let Some(known) = self.processes.get_mut(&tgid) else { return Some(()) };
         if known.stacks.len() >= MOST_STACKS && !known.stacks.contains_key(&head.id) {
             return Some(());
@@ -263,7 +308,7 @@ impl Known {
                 Some(code) => match code.at(raw.instruction, owner == OWNED_BY_GENERATOR) {
                     At::NotBegun => {}
                     At::Line(line) => {
-                        let origin = self.origins.of_file(&code.file);
+                        let origin = self.image.origins.of_file(&code.file);
                         let frame = Frame { function: code.function.clone(), file: code.file.clone(), line };
                         frames.push((frame, origin));
                     }
@@ -288,7 +333,7 @@ impl Known {
         if let Some(code) = self.codes.get(&(address, identity)) {
             return Some(code.clone());
         }
-        let Interpreter { offsets, types, .. } = &self.interpreter;
+        let Interpreter { offsets, types, .. } = &self.image.interpreter;
         let code = Code::read(copied, offsets, types, address, identity)
             .or_else(|| Code::read(&self.memory, offsets, types, address, identity))?;
         let code = Arc::new(code);

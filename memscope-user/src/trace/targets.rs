@@ -19,7 +19,7 @@ use crate::{
     model::{Event, EventKind, Tgid, Tid},
     probes::catalogue::{CATALOGUE, Class, is_ascend_library},
     report::units,
-    stacks::{Found, Interpreter, Memory, Origins, Reason},
+    stacks::{Found, Interpreter, Origins, Reason},
 };
 
 pub(super) struct Target {
@@ -281,6 +281,11 @@ impl Session<'_> {
         }
         let Some(target) = self.targets.get_mut(&tgid) else { return };
         let Python::Looking { refusals } = target.python else { return };
+        let inherited = self.attacher.inherited(tgid);
+        if let Some(version) = inherited.and_then(|image| self.decoder.stacks.inherit(tgid, image)) {
+            target.python = Python::Ready { version: version.to_owned() };
+            return;
+        }
         let interpreter = match Interpreter::find(&target.process) {
             Ok(Found::None | Found::NotReady) => return,
             Ok(Found::Ready(interpreter)) => interpreter,
@@ -295,20 +300,18 @@ impl Session<'_> {
                 return self.note(line);
             }
         };
-        let memory = match Memory::of(&self.config.proc, tgid) {
-            Ok(memory) => memory,
-            Err(e) => {
-                return self.note(format!("no Python stacks of process {tgid}: its memory is shut ({e})"));
-            }
-        };
         let mapped = target.process.mapped_files().unwrap_or_default();
         let origins = Origins::of(mapped.iter().filter_map(|file| file.path.to_str()));
-        target.python = Python::Ready { version: interpreter.version.clone() };
-        if let Err(e) = self.attacher.take_stacks(&target.process, &interpreter, clock(libc::CLOCK_MONOTONIC))
-        {
-            return self.note(format!("no Python stacks of process {tgid}: {e}"));
+        let (version, image) = (interpreter.version.clone(), clock(libc::CLOCK_MONOTONIC));
+        let known =
+            self.decoder.stacks.begin(tgid, image, &self.config.proc, (*interpreter).clone(), origins);
+        if let Err(e) = known {
+            return self.note(format!("no Python stacks of process {tgid}: its memory is shut ({e})"));
         }
-        self.decoder.stacks.begin(tgid, memory, *interpreter, origins);
+        target.python = Python::Ready { version };
+        if let Err(e) = self.attacher.take_stacks(&target.process, &interpreter, image) {
+            self.note(format!("no Python stacks of process {tgid}: {e}"));
+        }
     }
 
     /// Keeps up with threads that come and go.
