@@ -24,7 +24,7 @@ use serde_json::Value;
 use crate::{
     bed,
     command::{cargo, root, run},
-    ebpf, setup, sim,
+    demo, ebpf, setup, sim,
 };
 
 #[derive(Debug, clap::Args)]
@@ -109,10 +109,10 @@ fn probes(args: &Args, sim: &sim::Sim) -> anyhow::Result<()> {
         "\n| measured | untraced | bare probes | without stacks | traced | every stack | traced / bare | traced / untraced | noise |"
     );
     println!("|---|---|---|---|---|---|---|---|---|");
-    compare(args, "aclrtMalloc + aclrtFree, ns a pair", |mode| {
+    compare(args, ["aclrtMalloc + aclrtFree, ns a pair"], |mode| {
         let mut command = Command::new(&sim.workload);
         command.args(["--wait-stdin", "--wait-initialized", "pairs", "20000"]);
-        one(command, mode, &[], "cpu_ns_per_pair", Gate::Stdin)
+        Ok([one(command, mode, &[], "cpu_ns_per_pair", Gate::Stdin)?])
     })?;
     if args.native {
         return Ok(());
@@ -130,14 +130,25 @@ fn probes(args: &Args, sim: &sim::Sim) -> anyhow::Result<()> {
         command.arg("python").arg(root().join("tests/workloads/torch").join(program));
         command
     };
-    compare(args, "torch.empty + del, ns of CPU a pair", |mode| {
+    compare(args, ["torch.empty + del, ns of CPU a pair"], |mode| {
         let mut command = python("empty_pairs.py");
         command.args(["--pairs", "100000"]);
-        one(command, mode, &[], "cpu_ns_per_pair", Gate::File)
+        Ok([one(command, mode, &[], "cpu_ns_per_pair", Gate::File)?])
     })?;
-    let mut training = Training::start(python("training.py"))?;
-    compare(args, "training step, ns of CPU", |mode| training.steps(mode))?;
+    let mut training = Training::start(python("training.py"), 300)?;
+    compare(args, ["training step, ns of CPU"], |mode| Ok([training.steps(mode)?.cpu]))?;
     drop(training);
+    let mut waiting = python("training.py");
+    waiting.arg("--wait").env("SIM_CANN_STREAM_LAG_US", DEVICE_US.to_string());
+    let mut training = Training::start(waiting, 100)?;
+    let what = format!("training step that waits {} ms for its device, ns", DEVICE_US / 1000);
+    compare(args, [&what], |mode| Ok([training.steps(mode)?.wall]))?;
+    drop(training);
+    let mut demo = Demo::start(python("train_leak.py"))?;
+    compare(args, ["step of the demo's loop, ns", "step of the demo's loop, ns of CPU"], |mode| {
+        demo.steps(mode).map(|step| [step.wall, step.cpu])
+    })?;
+    drop(demo);
     first_event(args, python("train_leak.py"))
 }
 
@@ -148,27 +159,32 @@ enum Gate {
     File,
 }
 
-fn compare(
+/// Prints a row for each figure that is measured at once.
+fn compare<const N: usize>(
     args: &Args,
-    what: &str,
-    mut measure: impl FnMut(Mode) -> anyhow::Result<f64>,
+    what: [&str; N],
+    mut measure: impl FnMut(Mode) -> anyhow::Result<[f64; N]>,
 ) -> anyhow::Result<()> {
     let modes = [Mode::Untraced, Mode::Bare, Mode::WithoutStacks, Mode::Traced, Mode::EveryStack];
-    let mut figures = [const { Vec::new() }; 5];
+    let mut rows = [const { [const { Vec::new() }; 5] }; N];
     for _ in 0..args.rounds {
         // By turns, so that a slow spell of the machine falls on all of them.
-        for (mode, figures) in modes.iter().zip(&mut figures) {
-            figures.push(measure(*mode)?);
+        for (column, mode) in modes.into_iter().enumerate() {
+            for (row, figure) in rows.iter_mut().zip(measure(mode)?) {
+                row[column].push(figure);
+            }
         }
     }
-    let noise = spread(&figures[0]);
-    let [untraced, bare, without, traced, every] = figures.map(median);
-    println!(
-        "| {what} | {untraced:.0} | {bare:.0} | {without:.0} | {traced:.0} | {every:.0} | {:.2} | {:.2} | ±{:.0} % |",
-        traced / bare,
-        traced / untraced,
-        noise * 100.0
-    );
+    for (what, figures) in what.into_iter().zip(rows) {
+        let noise = spread(&figures[0]);
+        let [untraced, bare, without, traced, every] = figures.map(median);
+        println!(
+            "| {what} | {untraced:.0} | {bare:.0} | {without:.0} | {traced:.0} | {every:.0} | {:.2} | {:.2} | ±{:.0} % |",
+            traced / bare,
+            traced / untraced,
+            noise * 100.0
+        );
+    }
     Ok(())
 }
 
@@ -223,63 +239,128 @@ fn one(mut command: Command, mode: Mode, extra: &[&str], figure: &str, gate: Gat
     line.and_then(|line| line[figure].as_f64()).with_context(|| format!("the program told no {figure}"))
 }
 
-/// A training loop that goes on while tracers come and go: two processes of the same program differ by more than a
-/// tracer costs.
-struct Training {
-    program: Child,
-    dir: tempfile::TempDir,
-    windows: usize,
+/// How long the device takes for what it was given last, where it is waited for.
+const DEVICE_US: u32 = 20_000;
+
+/// What a step takes, in ns.
+#[derive(Clone, Copy)]
+struct Step {
+    wall: f64,
+    cpu: f64,
 }
 
-impl Training {
-    const STEPS: u32 = 300;
+/// A loop that goes on while tracers come and go: two processes of the same program differ by more than a tracer costs.
+struct Loop {
+    program: Child,
+    dir: tempfile::TempDir,
+}
 
-    fn start(mut command: Command) -> anyhow::Result<Self> {
+impl Loop {
+    fn start(mut command: Command, begun: &str) -> anyhow::Result<Self> {
         let dir = tempfile::tempdir()?;
         command.arg("--truth").arg(dir.path().join("truth.jsonl"));
         let program = command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
-        let training = Training { program, dir, windows: 0 };
-        wait_for(&training.truth(), "trained")?;
-        Ok(training)
+        let started = Loop { program, dir };
+        wait_for(&started.truth(), begun)?;
+        Ok(started)
     }
 
     fn truth(&self) -> PathBuf {
         self.dir.path().join("truth.jsonl")
     }
 
-    /// CPU time of a step, in ns.
-    fn steps(&mut self, mode: Mode) -> anyhow::Result<f64> {
+    /// What `window` measures while a tracer is attached.
+    fn during<T>(
+        &mut self,
+        mode: Mode,
+        window: impl FnOnce(&mut Self) -> anyhow::Result<T>,
+    ) -> anyhow::Result<T> {
         let tracer = match mode {
             Mode::Untraced => None,
             _ => Some(attach(self.program.id(), self.dir.path(), mode, &[])?),
         };
-        writeln!(self.program.stdin.as_mut().context("no standard input")?, "{}", Self::STEPS)?;
-        self.windows += 1;
-        let told = |lines: Vec<Value>| {
-            let windows = lines.into_iter().filter_map(|line| line["cpu_ns_per_step"].as_f64());
-            windows.collect::<Vec<_>>()
-        };
-        let figure = loop {
-            if let Some(figure) = told(lines(&self.truth())).get(self.windows - 1) {
-                break *figure;
-            }
-            if let Some(status) = self.program.try_wait()? {
-                bail!("the program ended: {status}");
-            }
-            thread::sleep(Duration::from_millis(5));
-        };
+        let measured = window(self);
         if let Some(mut tracer) = tracer {
             interrupt(&tracer);
             tracer.wait()?;
         }
-        Ok(figure)
+        measured
+    }
+
+    /// Waits until its truth has what is looked for.
+    fn told<T>(&mut self, look: impl Fn(&[Value]) -> Option<T>, pause_ms: u64) -> anyhow::Result<T> {
+        loop {
+            if let Some(found) = look(&lines(&self.truth())) {
+                return Ok(found);
+            }
+            if let Some(status) = self.program.try_wait()? {
+                bail!("the program ended: {status}");
+            }
+            thread::sleep(Duration::from_millis(pause_ms));
+        }
     }
 }
 
-impl Drop for Training {
+impl Drop for Loop {
     fn drop(&mut self) {
         let _ = self.program.kill();
         let _ = self.program.wait();
+    }
+}
+
+/// `training.py`, which takes so many steps when it is told to.
+struct Training {
+    program: Loop,
+    window: u32,
+    windows: usize,
+}
+
+impl Training {
+    fn start(command: Command, window: u32) -> anyhow::Result<Self> {
+        Ok(Training { program: Loop::start(command, "trained")?, window, windows: 0 })
+    }
+
+    fn steps(&mut self, mode: Mode) -> anyhow::Result<Step> {
+        let (window, before) = (self.window, self.windows);
+        self.windows += 1;
+        self.program.during(mode, |program| {
+            let stdin = program.program.stdin.as_mut().context("no standard input")?;
+            writeln!(stdin, "{window}")?;
+            let figures = |line: &Value| {
+                Some(Step { wall: line["ns_per_step"].as_f64()?, cpu: line["cpu_ns_per_step"].as_f64()? })
+            };
+            program.told(|lines| lines.iter().filter_map(figures).nth(before), 5)
+        })
+    }
+}
+
+/// The loop of `cargo xtask demo`, with its pace.
+struct Demo(Loop);
+
+impl Demo {
+    const WINDOW: u64 = 16;
+
+    fn start(mut command: Command) -> anyhow::Result<Self> {
+        command.args(demo::ENDLESS);
+        Loop::start(command, "mark").map(Self)
+    }
+
+    fn steps(&mut self, mode: Mode) -> anyhow::Result<Step> {
+        let step = |line: &Value| {
+            let ends = (line["ns"].as_f64()?, line["cpu_ns"].as_f64()?);
+            Some((line["step"].as_u64()?, ends))
+        };
+        let steps = |lines: &[Value]| lines.iter().filter_map(step).collect::<Vec<_>>();
+        self.0.during(mode, |program| {
+            let (last, _) = program.told(|lines| steps(lines).pop(), 50)?;
+            // The one that is being taken now is not whole.
+            let from = last + 1;
+            let at = |wanted| move |lines: &[Value]| steps(lines).into_iter().find(|(n, _)| *n == wanted);
+            let (_, end) = program.told(at(from + Self::WINDOW), 50)?;
+            let (_, begin) = program.told(at(from), 50)?;
+            let each = |begin: f64, end: f64| (end - begin) / Self::WINDOW as f64;
+            Ok(Step { wall: each(begin.0, end.0), cpu: each(begin.1, end.1) })
+        })
     }
 }
 

@@ -31,6 +31,9 @@ pub struct Args {
     native: bool,
 }
 
+/// The options of its training loop.
+pub const ENDLESS: [&str; 6] = ["--steps", "0", "--stop-file", "/nonexistent", "--step-ms", "250"];
+
 /// The program that is traced. It is ended when dropped.
 struct Target(Child);
 
@@ -80,7 +83,7 @@ fn start(args: &Args, truth: &Path) -> anyhow::Result<(Target, bool)> {
                 );
                 let mut command = Command::new(&bed.run);
                 command.arg("python").arg(program).arg("--truth").arg(truth);
-                command.args(["--steps", "0", "--stop-file", "/nonexistent", "--step-ms", "250"]);
+                command.args(ENDLESS);
                 return Ok((Target(spawn(command)?), true));
             }
             Err(e @ bed::Error::NoWheels { .. }) => eprintln!("{e}\nThe native workload stands in."),

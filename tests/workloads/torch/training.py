@@ -1,4 +1,4 @@
-"""Trains a small network as fast as the host can: the device takes no time.
+"""Trains a small network as fast as the host can, or as the device can when it is waited for after each step.
 
 For each line of the standard input, so many steps. Truth: `training` with the times of a step.
 """
@@ -10,7 +10,10 @@ from workload import Workload, options
 
 
 def main():
-    run = Workload(options(__doc__).parse_args())
+    parser = options(__doc__)
+    parser.add_argument("--wait", action="store_true", help="wait for the device at the end of each step")
+    args = parser.parse_args()
+    run = Workload(args)
     torch = run.torch
     widths = [64] * 5
     layers = [layer for pair in zip(widths, widths[1:]) for layer in (torch.nn.Linear(*pair), torch.nn.ReLU())]
@@ -25,6 +28,8 @@ def main():
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
+                if args.wait:
+                    run.npu.synchronize()
 
     train(10)
     run.tell("trained")
