@@ -52,6 +52,12 @@ pub const TABLE_LEN: usize = 2008;
 /// Pieces of a table of lines that are copied at most. What is longer is left to the collector.
 pub const TABLE_PIECES: u32 = 4;
 
+/// Tasks of torch_npu's queues whose calls are known at one time, of all processes. One queue has 4096 at most.
+pub const MAX_TASKS: u32 = 16384;
+/// Bytes that a cell of such a queue may have.
+pub const MIN_CELL: u32 = 48;
+pub const MAX_CELL: u32 = 1536;
+
 /// Bytes of a page of [`Slice`]: a read of one lies inside of one page, whatever the kernel's are.
 pub const PAGE_LEN: usize = 4096;
 /// Pages of a stack that are copied at most.
@@ -218,6 +224,8 @@ pub mod no_stack {
     pub const RING_FULL: u64 = 7;
     /// Too many threads.
     pub const NO_ROOM: u64 = 8;
+    /// A task of torch_npu's queue, whose call was not seen.
+    pub const NO_TASK: u64 = 9;
     /// Ids of stacks begin here.
     pub const FIRST_ID: u64 = 16;
 }
@@ -407,6 +415,13 @@ pub struct Piece<const LEN: usize> {
 pub struct Thread {
     /// Until when (CLOCK_MONOTONIC, ns) the stacks taken so far are its share.
     pub paid_until: u64,
+    /// Where it enqueues an operator (see `queue.rs`): the id of the stack, or why there is none; and what tells that call
+    /// from others.
+    pub enqueuing: u64,
+    pub place: [u64; 2],
+    /// Not 0: it runs a task of torch_npu's queue. Which: 0, if that is not known.
+    pub is_running: u64,
+    pub task: u64,
     pub identity: [u64; 4],
     /// Frames of the stack whose code is to be copied.
     pub copies: [u32; MAX_COPIES],
@@ -415,6 +430,15 @@ pub struct Thread {
     /// A frame; the last element is there for reads that begin near its end.
     pub frame: [u64; FRAME_BYTES / 8 + 1],
     pub stack: Stack,
+}
+
+/// Key of `TASKS`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TaskKey {
+    pub tgid: u64,
+    /// As torch_npu counts the tasks of the process, over all of its queues.
+    pub number: u64,
 }
 
 /// How much of native stacks is taken. The one element of the map `NATIVE`.
@@ -631,7 +655,7 @@ pub unsafe trait Plain: Copy + 'static {
 wire! {
     Site = 16, Counters = 48, Header = 24, Enter = 56, Return = 88, Name = 176, Mark = 368, Report = 88,
     InFlight = 40, InFlightKey = 16, ApiCall = 32, Interpreter = 80, RawFrame = 24, StackHead = 48,
-    Stack = 48 + 24 * MAX_DEPTH, Thread = 8 + 32 + 4 * MAX_COPIES + 8 + FRAME_BYTES + 8 + 48 + 24 * MAX_DEPTH, Tensor = 48,
+    Stack = 48 + 24 * MAX_DEPTH, TaskKey = 16, Thread = 48 + 32 + 4 * MAX_COPIES + 8 + FRAME_BYTES + 8 + 48 + 24 * MAX_DEPTH, Tensor = 48,
     Arguments = 288, NativeConfig = 24, ProcessConfig = 16, Caller = 16, Callers = 8 + 16 * MAX_CALLERS, NativeHead = 232,
     PieceHead = 40, PackedTensor = 24, Pack = 40 + 24 * PACK_LEN, Slice = 232 + PAGE_LEN * SLICE_PAGES, FrameRecord = 16, Chain = 232 + 16 * MAX_DEPTH,
 }

@@ -6,6 +6,7 @@
 mod call;
 mod native;
 mod process;
+mod queue;
 mod regs;
 mod report;
 mod site;

@@ -22,6 +22,7 @@ use memscope_ebpf::{
 };
 
 use crate::{
+    queue::stack_of_task,
     site::{Hit, RECORDS, reserve},
     user::{read_bytes, read_into, read_u64},
 };
@@ -47,20 +48,37 @@ static SENT: LruHashMap<u64, u8> = LruHashMap::with_max_entries(MAX_SENT, 0);
 /// The id of the thread's stack, which has been sent; or why there is none.
 #[inline(always)]
 pub fn capture(hit: &Hit) -> u64 {
-    match try_capture(hit) {
+    match try_capture(hit, 0) {
+        Ok(id) => id,
+        Err(why) => why,
+    }
+}
+
+/// The same of a call that allocates nothing itself: half of the thread's share is left to those that do.
+#[inline(always)]
+pub fn capture_spare(hit: &Hit) -> u64 {
+    match try_capture(hit, 1) {
         Ok(id) => id,
         Err(why) => why,
     }
 }
 
 #[inline(always)]
-fn try_capture(hit: &Hit) -> Result<u64, u64> {
+fn try_capture(hit: &Hit, spared: u32) -> Result<u64, u64> {
     let tgid = (hit.pid_tgid >> 32) as u32;
     // SAFETY: written by the collector only, as a whole and before the process's first stack is taken.
     let interpreter = unsafe { INTERPRETERS.get(&tgid) }.ok_or(no_stack::NO_INTERPRETER)?;
-    let state = thread_state(interpreter, hit.pid_tgid as u32)?;
+    let own = match thread_state(interpreter, hit.pid_tgid as u32) {
+        Ok(state) => innermost(interpreter, state),
+        Err(why) => Err(why),
+    };
+    if !matches!(own, Ok(frame) if frame != 0)
+        && let Some(stack) = stack_of_task(hit)
+    {
+        return stack;
+    }
     let mut via = 0;
-    let mut frame = innermost(interpreter, state)?;
+    let mut frame = own?;
     if frame == 0 && interpreter.main_thread != 0 {
         via = flags::VIA;
         frame = innermost(interpreter, interpreter.main_thread)?;
@@ -69,7 +87,7 @@ fn try_capture(hit: &Hit) -> Result<u64, u64> {
         return Err(no_stack::NO_FRAMES);
     }
     let thread = thread(hit.pid_tgid).ok_or(no_stack::NO_ROOM)?;
-    if !has_share(thread, interpreter.interval_ns, interpreter.ahead_ns) {
+    if !has_share(thread, interpreter.interval_ns, interpreter.ahead_ns >> spared) {
         return Err(no_stack::LIMITED);
     }
     let id = walk(interpreter, thread, frame, mix(interpreter.salt, via as u64));
@@ -116,6 +134,12 @@ fn innermost(interpreter: &Interpreter, state: u64) -> Result<u64, u64> {
             read_u64(frame.wrapping_add(interpreter.frame_of_cframe as u64)).ok_or(no_stack::UNREADABLE)?;
     }
     Ok(frame)
+}
+
+/// What is kept of the thread, if anything is.
+#[inline(always)]
+pub fn known_thread(pid_tgid: u64) -> Option<*mut Thread> {
+    THREADS.get_ptr_mut(&pid_tgid)
 }
 
 #[inline(always)]

@@ -189,6 +189,7 @@ pub fn library(file: &File) {
             let _ = library.first_instruction(offset);
         }
     }
+    let _ = torch_npu::resolve_queue(&library);
     if let Ok(found) = torch_npu::resolve(&library) {
         // What is found is code, however wrong the file.
         let marks = [found.mark, found.range_start, found.range_end, found.range_push, found.range_pop];

@@ -19,7 +19,7 @@ use memscope::probes::{
     cache::Cache,
     elf::{Arch, ElfError, FirstInstruction, Library, Missing},
     mstx_python,
-    torch_npu::{self, MarkArgs, MarkSite, ReportLayout, TorchNpu},
+    torch_npu::{self, MarkArgs, MarkSite, QueueSites, ReportLayout, TorchNpu},
 };
 
 const FIXTURES: [&str; 4] =
@@ -631,6 +631,26 @@ fn check_wheels(wanted: impl Fn(&Wheel) -> bool) {
 #[test]
 fn sites_of_released_wheels_are_found() {
     check_wheels(|wheel| wheel.in_every_run);
+}
+
+/// Checked by what they are called with, in the running wheel and in its code.
+#[test]
+fn what_the_task_queue_tells_is_found_in_released_wheels() {
+    let known = [
+        ("2.1.0.post8-cp310-x86_64", None),
+        ("2.7.1-cp311-x86_64", Some(QueueSites { enqueue: 0x2d7_dc80, run: 0x2d8_0280 })),
+        ("2.14.0-cp311-aarch64", Some(QueueSites { enqueue: 0x4da_e400, run: 0x4da_ec20 })),
+    ];
+    for wheel in wheels() {
+        let Some((name, sites)) = known.iter().find(|(name, _)| *name == wheel.name()) else { continue };
+        match wheel.library() {
+            Ok(path) => {
+                let found = torch_npu::resolve_queue(&open(&path).unwrap()).unwrap();
+                assert_eq!(found.ok(), *sites, "{name}");
+            }
+            Err(why) => eprintln!("SKIPPED, not to be had from PyPI: {name}: {why}"),
+        }
+    }
 }
 
 #[test]

@@ -20,6 +20,7 @@ fn markdown() -> String {
         (Class::Launch, "Kernel launches (`--level kernel`)"),
         (Class::Access, "Which operator uses which block (`--analysis inefficient`, `decompose`)"),
         (Class::LaunchAccess, "Which kernel uses which block (the same with `--level kernel`)"),
+        (Class::Queue, "Which call the task queue runs an operator for (where `TASK_QUEUE_ENABLE=2`)"),
         (Class::Context, "Devices, process, libraries"),
     ];
     for (class, title) in classes {

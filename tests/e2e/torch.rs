@@ -963,3 +963,59 @@ fn wall_clock_offset() -> i64 {
     };
     read(libc::CLOCK_REALTIME) - read(libc::CLOCK_MONOTONIC)
 }
+
+/// A workspace is asked for by the thread that runs the task queue, long after the call that it is for: each is of that call.
+#[test]
+fn workspaces_of_the_task_queue_have_the_lines_of_their_calls() -> Result<()> {
+    let ground = GROUNDS[0];
+    if !ground.is_ready() {
+        return Ok(());
+    }
+    let dir = tempfile::tempdir()?;
+    let [file, gate] = ["truth.jsonl", "go"].map(|name| dir.path().join(name));
+    let words = ["task_queue.py", "--truth", &file.to_string_lossy(), "--wait-file", &gate.to_string_lossy()];
+    let mut command = ground.command(&words);
+    // Read by torch_npu when it is used first, and by the tracer.
+    command.env("TASK_QUEUE_ENABLE", "2");
+    let run = Run { target: Target::start(command)?, file, _dir: dir };
+    run.wait_for(|line| line["event"] == "ready")?;
+    let tracer = Tracer::start(&["-p", &run.target.pid().to_string(), "--call-stack", "python:128"])?;
+    let tracer = tracer.attached()?;
+    run.go()?;
+    let (pid, lines, traced) = run.finish(tracer)?;
+
+    let told = |call: &Value| {
+        let frame = |frame: &Value| {
+            let text = |key: &str| frame[key].as_str().unwrap_or_default().to_owned();
+            format!("{}({}): {}", text("file"), frame["line"], text("function"))
+        };
+        call["python"].as_array().into_iter().flatten().map(frame).collect::<Vec<_>>()
+    };
+    let calls: Vec<_> = lines.iter().filter(|line| line["event"] == "call").map(told).collect();
+    let files = traced.dump(pid)?;
+    let rows = files.iter().flat_map(|file| &file.rows);
+    let workspaces: Vec<_> = rows
+        .filter(|row| row["Event"] == "MALLOC" && row["Event Type"] == "PTA_WORKSPACE")
+        // Not the one that its segment was made for, which comes without having been used.
+        .filter(|row| DumpFile::attr(row, "used") != Some("0"))
+        .map(|row| row["Call Stack(Python)"].clone())
+        .collect();
+    assert_eq!(workspaces.len(), calls.len(), "{:?}", traced.messages);
+    let mut seen = 0;
+    for (workspace, call) in workspaces.iter().zip(&calls) {
+        if workspace.is_empty() {
+            continue;
+        }
+        seen += 1;
+        // That of the backward pass is the main thread's, within torch, where it waits.
+        assert!(workspace.ends_with(&call.join("\n")), "{workspace} is not {call:?}");
+    }
+    // A task can be run before the thread that has enqueued it has told its number.
+    assert!(
+        seen > calls.len() / 2,
+        "{seen} of {}: {}",
+        calls.len(),
+        traced.report()?.0["targets"][0]["stacks"]
+    );
+    Ok(())
+}

@@ -58,6 +58,8 @@ pub struct Process {
     pub command: String,
     /// Driver ids of its logical devices, by `ASCEND_RT_VISIBLE_DEVICES` at its start.
     pub visible_devices: Option<Vec<u16>>,
+    /// Its torch_npu was told to allocate workspaces on its task queue's thread, by `TASK_QUEUE_ENABLE` at its start.
+    pub allocates_in_queue: bool,
     /// That variable is not known, for want of rights.
     pub is_environment_denied: bool,
     pub container: Option<Container>,
@@ -180,6 +182,7 @@ impl Process {
             tgid,
             command: String::new(),
             visible_devices: None,
+            allocates_in_queue: false,
             is_environment_denied: false,
             container: fs::read_to_string(proc.path(tgid, "cgroup")).ok().and_then(|s| container::parse(&s)),
             own_pid: own_pid(proc, tgid),
@@ -203,6 +206,9 @@ impl Process {
         let visible = self.proc.variable(self.tgid, b"ASCEND_RT_VISIBLE_DEVICES");
         self.is_environment_denied =
             visible.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::PermissionDenied);
+        let queue = self.proc.variable(self.tgid, b"TASK_QUEUE_ENABLE");
+        self.allocates_in_queue =
+            queue.is_ok_and(|value| value.is_some_and(|value| value.trim_ascii() == b"2"));
         self.visible_devices = visible.ok().flatten().map(|value| parse_devices(&value));
     }
 

@@ -111,6 +111,8 @@ pub(super) fn programs_of(probe: &Probe, with_stacks: bool, with_native: bool) -
         Shape::Tensor => vec![Program::Tensor],
         Shape::Arguments { .. } => vec![Program::Arguments],
         Shape::Pack { .. } => vec![Program::Pack],
+        Shape::Enqueue => vec![Program::Enqueue],
+        Shape::Run => vec![Program::Run],
         Shape::Notify => vec![Program::Mapped],
     }
 }
@@ -122,7 +124,7 @@ pub(super) fn site_of(hit: &Found, scope: Scope, wake_shift: u8, python: Option<
     };
     let mut site = Site { tgid, out: NO_ARG, domain: NO_ARG, skip_at: NO_ARG, wake_shift, ..Site::default() };
     match hit.shape {
-        Shape::Enter | Shape::Annotate | Shape::Tensor | Shape::Notify => {}
+        Shape::Enter | Shape::Annotate | Shape::Tensor | Shape::Enqueue | Shape::Run | Shape::Notify => {}
         Shape::EnterReturn { out, ret, structure } => {
             site.out = out;
             site.ret = ret;

@@ -1,16 +1,19 @@
 //! What the programs are told of stacks.
 
+use std::collections::HashSet;
+
 use memscope_ebpf::{Interpreter, NativeConfig, ProcessConfig};
 
 use super::{
-    AttachError, Attacher, LoadError, Mechanism,
+    AttachError, Attached, Attacher, LoadError, Mechanism, Scope,
     links::Link,
     loader::{Flavour, Loader, Program},
-    process::Process,
+    process::{MappedFile, Process},
     sys,
 };
 use crate::{
     model::{Tgid, Tid},
+    probes::{catalogue::Class, resolve::ResolvedFile},
     stacks,
 };
 
@@ -65,7 +68,10 @@ impl Attacher {
         if let Err(e) = self.try_programs(&[Program::ReportStack, Program::LeaveStack]) {
             self.stacks_refused = Some(e.to_string());
             self.stacks = None;
+            return;
         }
+        // Of those alone that are asked to be followed.
+        self.classes.insert(Class::Queue);
     }
 
     /// Whether Python stacks of a thread are taken only when the collector has looked at it, up to a second after its
@@ -148,6 +154,21 @@ impl Attacher {
     /// How much of native stacks is taken; `None`: none are.
     pub fn native_stacks(&self) -> Option<NativeStackConfig> {
         self.native_stacks
+    }
+
+    /// From now on what torch_npu's task queue runs in the process has the stacks of the calls that it is run for. How many
+    /// of the two sites that it takes are attached.
+    pub fn follow_queue(&mut self, process: &Process) -> Result<usize, String> {
+        let mapped = process.mapped_files().map_err(|e| e.to_string())?;
+        let is_torch_npu = |file: &&MappedFile| file.path.ends_with("libtorch_npu.so");
+        let Some(mapped) = mapped.iter().find(is_torch_npu) else { return Ok(0) };
+        let file = process.open_mapped(mapped).map_err(|e| e.to_string())?;
+        let Some((id, resolved, display)) = self.resolve(mapped, &file) else { return Ok(0) };
+        let queue = ResolvedFile { found: self.resolver.queue(&file, &display)?, ..(*resolved).clone() };
+        let (none, mut outcome) = (HashSet::new(), Attached::default());
+        let scope = Scope::Process(process.tgid);
+        self.attach_file(scope, id, &file, &queue, &display, &none, None, &mut outcome);
+        Ok(outcome.sites.len())
     }
 
     /// The process that it was forked from, by the `salt` that was given for that one, where stacks of the process are taken

@@ -225,6 +225,7 @@ fn heading(class: Class) -> &'static str {
         Class::Launch => "Kernel launches (--level kernel)",
         Class::Access => "Which operator uses which block (--analysis inefficient, decompose)",
         Class::LaunchAccess => "Which kernel uses which block (the same with --level kernel)",
+        Class::Queue => "Which call the task queue runs an operator for (where TASK_QUEUE_ENABLE=2)",
         Class::Context => "Devices and libraries",
     }
 }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use memscope_ebpf::{
     Arguments, Enter, Header, Mark, Name as NameRecord, Pack, Plain, Report, Return, Tensor, flags, kind,
+    no_stack,
 };
 use rustc_hash::FxHashMap;
 
@@ -38,6 +39,8 @@ pub enum Notice {
     Mapped(Tgid, u64),
     /// The process runs another program now.
     Exec(Tgid),
+    /// torch_npu's task queue allocates, on a thread that has no Python functions.
+    QueueAllocates(Tgid),
     /// The site's records make no sense: it must not be believed any more.
     Distrust { site: usize, why: String },
 }
@@ -83,6 +86,8 @@ struct ProcessState {
     accesses: Vec<Access>,
     /// Its operators are given tensors: what kernels are launched with is the same.
     describes_tensors: bool,
+    /// Its task queue has allocated.
+    queue_allocates: bool,
 }
 
 /// The first use of libms_tools_ext.so makes it look for a tool, and then enter the called function a second time.
@@ -227,6 +232,7 @@ impl Decoder {
             kind: EventKind::AclInit,
         };
         let process = self.processes.entry(tgid).or_default();
+        let mut notice = None;
         let result = match header.kind {
             kind::ENTER => Enter::read(bytes).map(|call| process.enter(site.probe, &call, &mut self.names)),
             kind::RETURN => {
@@ -264,7 +270,15 @@ impl Decoder {
             kind::REPORT => match Report::read(bytes) {
                 Some(report) => {
                     match process.report(site, &report, self.stacks.of_event(&report.header, report.stack)) {
-                        Ok(kind) => Some(kind),
+                        Ok(kind) => {
+                            if report.stack == no_stack::NO_STATE
+                                && matches!(&kind, Some(EventKind::Alloc(block)) if block.pool == Pool::PtaWorkspace)
+                                && !std::mem::replace(&mut process.queue_allocates, true)
+                            {
+                                notice = Some(Notice::QueueAllocates(tgid));
+                            }
+                            Some(kind)
+                        }
                         Err(why) => return Some(Notice::Distrust { site: header.site as usize, why }),
                     }
                 }
@@ -282,7 +296,7 @@ impl Decoder {
                 emit(Event { kind: EventKind::Access(access), ..event.clone() });
             }
         }
-        None
+        notice
     }
 }
 

@@ -19,9 +19,9 @@ use nix::unistd::{UnlinkatFlags, geteuid, unlinkat};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::elf::{ElfError, Library};
+use super::elf::{ElfError, Library, Missing};
 use super::mstx_python::{self, MstxPython};
-use super::torch_npu::{self, TorchNpu};
+use super::torch_npu::{self, QueueSites, TorchNpu};
 
 /// Raised whenever a resolver would find something else in the same file.
 const RESOLVERS: u32 = 1;
@@ -78,6 +78,11 @@ impl Cache {
     /// [`torch_npu::resolve`], from the cache where it has it.
     pub fn torch_npu(&self, library: &Library) -> Result<TorchNpu, ElfError> {
         self.get("torch_npu", library, torch_npu::resolve)
+    }
+
+    /// [`torch_npu::resolve_queue`].
+    pub fn torch_npu_queue(&self, library: &Library) -> Result<Result<QueueSites, Missing>, ElfError> {
+        self.get("torch_npu_queue", library, torch_npu::resolve_queue)
     }
 
     /// [`mstx_python::resolve`], from the cache where it has it.

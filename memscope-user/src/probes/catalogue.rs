@@ -46,6 +46,8 @@ pub enum TorchNpuSite {
     RangeEnd,
     RangePush,
     RangePop,
+    Enqueue,
+    Run,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -130,6 +132,8 @@ pub enum Fact {
     SetContext,
     AclInit,
     AclFinalize,
+    /// An operator is enqueued, or a task run: which call a task is of.
+    TaskQueue,
     /// The dynamic linker has new libraries.
     LibrariesMapped,
 }
@@ -172,6 +176,10 @@ pub enum Shape {
     Arguments { arg: u8, derefs: u8 },
     /// Entry: the tensors of the `atb::VariantPack` that argument `arg` points to.
     Pack { arg: u8 },
+    /// Entry: `(category, name, task)` of torch_npu's task queue.
+    Enqueue,
+    /// Entry: `(category, cells, cell)` of it.
+    Run,
     /// Entry: only that it happened, at once.
     Notify,
 }
@@ -201,6 +209,8 @@ pub enum Class {
     LaunchAccess,
     /// Which device a thread uses, what becomes of the process.
     Context,
+    /// Which call a task of torch_npu's queue is of: attached to a process whose queue allocates.
+    Queue,
 }
 
 const fn out(out: u8) -> Shape {
@@ -245,8 +255,9 @@ macro_rules! rows {
 use At::{MstxPython, Symbol, TorchNpu};
 
 /// Operators of torch_npu by the newest of its choke points that a wheel has.
-const RUN_OP_API_V2: &str = "_ZN6at_npu6native9OpCommand10RunOpApiV2ERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEERKSt8functionIFivEEb";
-const RUN_OP_API_V2_OLD_ABI: &str = "_ZN6at_npu6native9OpCommand10RunOpApiV2ERKSsRKSt8functionIFivEEb";
+pub(super) const RUN_OP_API_V2: &str = "_ZN6at_npu6native9OpCommand10RunOpApiV2ERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEERKSt8functionIFivEEb";
+pub(super) const RUN_OP_API_V2_OLD_ABI: &str =
+    "_ZN6at_npu6native9OpCommand10RunOpApiV2ERKSsRKSt8functionIFivEEb";
 const RUN_OP_API_V3: &str = "_ZN6at_npu6native9OpCommand10RunOpApiV3ERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEERKSt8functionIFivEEbPN7c10_npu9NPUStreamE";
 const RUN_OP_API_V3_OLD_ABI: &str =
     "_ZN6at_npu6native9OpCommand10RunOpApiV3ERKSsRKSt8functionIFivEEbPN7c10_npu9NPUStreamE";
@@ -416,6 +427,13 @@ pub static CATALOGUE: &[Probe] = rows! {
             Shape::Arguments { arg: 3, derefs: 1 }, ALWAYS, "";
         "rtKernelLaunchWithHandleV2 (arguments)", Symbol("rtKernelLaunchWithHandleV2"), ANY, LaunchArguments,
             Shape::Arguments { arg: 3, derefs: 1 }, ALWAYS, "";
+    }
+    Queue: {
+        // Called whether or not the profiler listens, before and after.
+        "torch_npu::ProfReportMarkDataToNpuProfiler (enqueue)", TorchNpu(TorchNpuSite::Enqueue), TORCH, TaskQueue,
+            Shape::Enqueue, ALWAYS, "torch_npu 7.1.0";
+        "torch_npu::ProfReportMarkDataToNpuProfiler (run)", TorchNpu(TorchNpuSite::Run), TORCH, TaskQueue,
+            Shape::Run, ALWAYS, "torch_npu 7.1.0";
     }
     Context: {
         "aclInit", Symbol("aclInit"), &["libascendcl.so"], AclInit, Shape::Enter, ALWAYS, "";

@@ -248,6 +248,11 @@ impl Library {
         Ok(self.find(name, Symbol::is_function)?.and_then(|symbol| self.code_offset(symbol.value)))
     }
 
+    /// The address of an exported function, before the library is loaded anywhere.
+    pub fn function(&self, name: &str) -> Result<Option<u64>, ElfError> {
+        Ok(self.find(name, Symbol::is_function)?.map(|symbol| symbol.value))
+    }
+
     /// The address of an exported variable, before the library is loaded anywhere.
     pub fn variable(&self, name: &str) -> Result<Option<u64>, ElfError> {
         Ok(self.find(name, Symbol::is_variable)?.map(|symbol| symbol.value))

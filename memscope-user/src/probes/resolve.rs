@@ -6,7 +6,7 @@ use memscope_ebpf::NO_ARG;
 
 use super::{
     cache::Cache,
-    catalogue::{At, CATALOGUE, MstxPythonSite, Probe, Shape, TorchNpuSite},
+    catalogue::{At, CATALOGUE, Class, MstxPythonSite, Probe, Shape, TorchNpuSite},
     elf::{Arch, ElfError, Library},
     mstx_python::MstxPython,
     torch_npu::{MarkSite, ReportLayout, TorchNpu},
@@ -52,6 +52,23 @@ impl Resolver {
         result.unwrap_or_else(|e| ResolvedFile { error: Some(e.to_string()), ..ResolvedFile::default() })
     }
 
+    /// What torch_npu's task queue tells, of a file that is its library: the rows of [`Class::Queue`].
+    pub fn queue(&self, file: &File, path: &str) -> Result<Vec<Found>, String> {
+        let file = file.try_clone().map_err(|e| e.to_string())?;
+        let library = Library::open(file, path).map_err(|e| e.to_string())?;
+        let sites = self.cache.torch_npu_queue(&library).map_err(|e| e.to_string())?;
+        let sites = sites.map_err(|missing| missing.to_string())?;
+        let rows = CATALOGUE.iter().filter_map(|probe| {
+            let offset = match probe.at {
+                At::TorchNpu(TorchNpuSite::Enqueue) => sites.enqueue,
+                At::TorchNpu(TorchNpuSite::Run) => sites.run,
+                _ => return None,
+            };
+            Some(Found { probe, offset, shape: probe.shape, report_layout: None })
+        });
+        Ok(rows.collect())
+    }
+
     fn resolve_library(&self, library: &Library, path: &str) -> Result<ResolvedFile, ElfError> {
         let mut resolved = ResolvedFile {
             arch: Some(library.arch()),
@@ -63,7 +80,7 @@ impl Resolver {
         let torch_npu =
             name.starts_with("libtorch_npu").then(|| self.cache.torch_npu(library)).transpose()?;
         let mstx = name.starts_with("mstx.").then(|| self.cache.mstx_python(library)).transpose()?;
-        for probe in CATALOGUE {
+        for probe in CATALOGUE.iter().filter(|probe| probe.class != Class::Queue) {
             let found = match probe.at {
                 At::Symbol(symbol) => library
                     .symbol(symbol)?
@@ -94,6 +111,7 @@ type Place = Result<(u64, Shape, Option<ReportLayout>), String>;
 
 fn torch_npu_site(torch_npu: &TorchNpu, site: TorchNpuSite, shape: Shape) -> Place {
     let marks = match site {
+        TorchNpuSite::Enqueue | TorchNpuSite::Run => return Err("it is looked for when it is wanted".into()),
         TorchNpuSite::PoolReport => {
             return match &torch_npu.pool_report {
                 Ok(report) => Ok((report.offset, shape, Some(report.layout))),

@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
+use super::catalogue::{RUN_OP_API_V2, RUN_OP_API_V2_OLD_ABI};
 use super::elf::{ElfError, Library, Missing};
 use super::flow::{self, ARGUMENTS, Call, Target, Trace, Value};
 use super::image::{Function, Image};
@@ -17,6 +18,9 @@ use super::python_methods::Methods;
 /// Vtable of the record that the report function makes for the profiler; it lies in `libnpu_profiler.so`, so
 /// that its name could not be stripped.
 const RECORD_VTABLE: &str = "_ZTVN9torch_npu7toolkit8profiler10MemoryDataE";
+
+/// Functions that enqueue an operator.
+const RUNNERS: [&str; 2] = [RUN_OP_API_V2, RUN_OP_API_V2_OLD_ABI];
 
 /// Functions that call the report: malloc, free, free_block of the caching allocator, and the workspace
 /// allocator's. 5 to 6 in every release.
@@ -33,6 +37,17 @@ pub struct TorchNpu {
     pub range_push: Result<MarkSite, Missing>,
     /// torch_npu 26.0 and later.
     pub range_pop: Result<MarkSite, Missing>,
+}
+
+/// `NpuUtils::ProfReportMarkDataToNpuProfiler`, in both of its forms: what torch_npu's task queue tells the profiler, which it
+/// calls whether or not that listens. File offsets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QueueSites {
+    /// `(u32 category, const std::string &op, u64 task)`, by the thread that enqueues: 0 before, 1 after, when the task has
+    /// its number.
+    pub enqueue: u64,
+    /// `(u32 category, void *cells, size_t cell)`, by the thread that runs tasks: 2 before, 3 after.
+    pub run: u64,
 }
 
 /// `torch_npu::profiler::reportMemoryDataToNpuProfiler(const MemoryUsage &)`.
@@ -112,6 +127,11 @@ pub fn resolve(library: &Library) -> Result<TorchNpu, ElfError> {
     Ok(torch_npu)
 }
 
+/// Finds what its task queue tells, which few want to know and which takes as long as all the others.
+pub fn resolve_queue(library: &Library) -> Result<Result<QueueSites, Missing>, ElfError> {
+    Ok(queue(&Image::load(library)?))
+}
+
 impl TorchNpu {
     /// Methods that end in one function were told apart wrongly.
     fn reject_doubles(&mut self) {
@@ -170,6 +190,74 @@ fn record_makers(image: &Image<'_>, places: &[u64], exhaustive: bool) -> Vec<(Fu
         .filter(is_called)
         .filter_map(|function| Some((function, flow::trace(image, function).filter(uses_vtable)?)))
         .collect()
+}
+
+/// The one function that an operator's name is given to before and after it is enqueued, and the one beside it that asks
+/// the same whether the profiler listens, and is told of what is run.
+fn queue(image: &Image<'_>) -> Result<QueueSites, Missing> {
+    let symbol = |name: &&str| image.library().function(name).ok().flatten();
+    let Some(runner) = RUNNERS.iter().find_map(symbol).and_then(|address| image.function_at(address)) else {
+        return Missing::because("the library does not enqueue operators in the known way");
+    };
+    let Some(trace) = flow::trace(image, runner) else {
+        return Missing::because("the function that enqueues operators can not be followed");
+    };
+    let is_name = |call: &Call| call.arguments[1] == Value::Arg(0, 0);
+    let enqueue = told(&trace, [0, 1], is_name);
+    let [enqueue] = enqueue[..] else {
+        return Missing::because(format!(
+            "{} functions are told of operators that are enqueued, not one",
+            enqueue.len()
+        ));
+    };
+    let callees = image.function_at(enqueue).and_then(|function| flow::trace(image, function));
+    let callees: Vec<u64> =
+        callees.iter().flat_map(|trace| &trace.calls).filter_map(own_code(image)).collect();
+    let beside = image.calls_of(&callees).into_iter().map(|(caller, _)| caller.start);
+    let mut beside: Vec<u64> = beside.filter(|start| *start != enqueue).collect();
+    beside.dedup();
+    let mut callers: Vec<Function> = image.calls_of(&beside).into_iter().map(|(caller, _)| caller).collect();
+    callers.dedup();
+    let told_of_runs = callers.into_iter().filter_map(|caller| flow::trace(image, caller));
+    let mut run: Vec<u64> = told_of_runs.flat_map(|trace| told(&trace, [2, 3], |_| true)).collect();
+    run.retain(|function| beside.contains(function));
+    run.sort_unstable();
+    run.dedup();
+    let [run] = run[..] else {
+        return Missing::because(format!(
+            "{} functions are told of operators that are run, not one",
+            run.len()
+        ));
+    };
+    let offset = |address| image.library().code_offset(address);
+    match (offset(enqueue), offset(run)) {
+        (Some(enqueue), Some(run)) => Ok(QueueSites { enqueue, run }),
+        _ => Missing::because("what the task queue tells has no code in the file"),
+    }
+}
+
+/// Functions that are called with each of `categories` as their first argument.
+fn told(trace: &Trace, categories: [u64; 2], wanted: impl Fn(&Call) -> bool) -> Vec<u64> {
+    let [first, second] = categories.map(|category| {
+        let calls =
+            trace.calls.iter().filter(|call| call.arguments[0] == Value::Const(category) && wanted(call));
+        let targets = calls.filter_map(|call| match call.target {
+            Target::Code(address) => Some(address),
+            _ => None,
+        });
+        targets.collect::<BTreeSet<u64>>()
+    });
+    first.intersection(&second).copied().collect()
+}
+
+/// The function of this library that a call leads to.
+fn own_code<'a>(image: &'a Image<'_>) -> impl Fn(&Call) -> Option<u64> + 'a {
+    |call| match call.target {
+        Target::Code(to) if flow::target_symbol(image, call.target).is_none() => {
+            image.function_at(to).map(|function| function.start)
+        }
+        _ => None,
+    }
 }
 
 /// The form of `MemoryUsage`, from what is read of it.

@@ -58,6 +58,7 @@ pub enum Reason {
     Small,
     /// Of native stacks.
     NoCode,
+    NoTask,
     Limited,
     Unreadable,
     NoRoom,
@@ -73,6 +74,7 @@ impl Reason {
             Self::MainElsewhere => "on threads that the main thread did not wait for",
             Self::Small => "of pools, below --native-min",
             Self::NoCode => "in code that belongs to no file any more",
+            Self::NoTask => "run by torch_npu's task queue, for calls that were not seen",
             Self::Limited => "beyond a thread's share of stacks",
             Self::Unreadable => "unreadable",
             Self::NoRoom => "without room for the stack",
@@ -86,6 +88,7 @@ impl Reason {
             no_stack::NO_SLOT => Self::NoSlot,
             no_stack::NO_STATE => Self::NoState,
             no_stack::NO_FRAMES => Self::NoFrames,
+            no_stack::NO_TASK => Self::NoTask,
             no_stack::LIMITED => Self::Limited,
             no_stack::RING_FULL | no_stack::NO_ROOM => Self::NoRoom,
             _ => Self::Unreadable,

@@ -389,7 +389,7 @@ impl Session<'_> {
     /// Decodes what is in the ring buffer, at most `most` records; whether it was emptied.
     fn drain(&mut self, records: &mut RingBuf<MapData>, most: usize) -> bool {
         let mut mapped: Vec<(Tgid, u64)> = Vec::new();
-        let mut emptied = false;
+        let (mut queues, mut emptied) = (Vec::new(), false);
         let mut events = Vec::new();
         for _ in 0..most {
             let Some(record) = records.next() else {
@@ -414,10 +414,12 @@ impl Session<'_> {
                         target.process.refresh();
                         target.torch_npu = None;
                         target.python = Python::default();
+                        target.is_queue_followed = false;
                         self.attacher.forget_libraries(tgid);
                         mapped.push((tgid, clock(libc::CLOCK_MONOTONIC)));
                     }
                 }
+                Some(Notice::QueueAllocates(tgid)) => queues.push(tgid),
                 Some(Notice::Distrust { site, why }) => self.distrust(site, why),
             }
         }
@@ -427,6 +429,9 @@ impl Session<'_> {
             } else {
                 self.meet(tgid);
             }
+        }
+        for tgid in queues {
+            self.follow_queue(tgid);
         }
         emptied
     }

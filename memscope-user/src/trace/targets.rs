@@ -27,6 +27,7 @@ pub(super) struct Target {
     pub(super) scope: Scope,
     pub(super) torch_npu: Option<String>,
     pub(super) python: Python,
+    pub(super) is_queue_followed: bool,
     /// The longest time between its having Ascend libraries and their being probed, where it began, or loaded them,
     /// during the trace.
     pub(super) late: Option<Duration>,
@@ -202,6 +203,7 @@ impl Session<'_> {
                 scope,
                 torch_npu: None,
                 python: Python::default(),
+                is_queue_followed: false,
                 late: None,
                 cpu: (used, used),
                 ended: None,
@@ -250,6 +252,9 @@ impl Session<'_> {
         let denied = (!attached.denied.is_empty()).then(|| denied(&target.process, &attached.denied));
         if target.torch_npu.is_none() {
             target.torch_npu = self.attacher.torch_npu_version(&target.process);
+        }
+        if target.torch_npu.is_some() && target.process.allocates_in_queue {
+            self.follow_queue(tgid);
         }
         if attached.relevant {
             self.timing.attached_ns.get_or_insert_with(now);
@@ -311,6 +316,22 @@ impl Session<'_> {
         target.python = Python::Ready { version };
         if let Err(e) = self.attacher.take_stacks(&target.process, &interpreter, image) {
             self.note(format!("no Python stacks of process {tgid}: {e}"));
+        }
+    }
+
+    /// Has the stacks of calls taken that torch_npu's task queue runs operators for. What allocates in there has none itself.
+    pub(super) fn follow_queue(&mut self, tgid: Tgid) {
+        let Some(target) = self.targets.get_mut(&tgid) else { return };
+        if !self.attacher.takes_stacks() || std::mem::replace(&mut target.is_queue_followed, true) {
+            return;
+        }
+        let followed = self.attacher.follow_queue(&target.process);
+        self.introduce_sites();
+        if !matches!(followed, Ok(2)) {
+            let why = followed.err().unwrap_or_else(|| "its sites can not be attached".into());
+            self.note(format!(
+                "what the task queue of process {tgid} allocates (TASK_QUEUE_ENABLE=2) has no Python stacks: {why}"
+            ));
         }
     }
 

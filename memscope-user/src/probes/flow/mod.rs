@@ -298,6 +298,8 @@ impl State {
 fn is_noreturn(name: &[u8]) -> bool {
     matches!(name, b"__stack_chk_fail" | b"_Unwind_Resume" | b"abort" | b"__cxa_rethrow" | b"__cxa_throw")
         || name.starts_with(b"_ZSt9terminate")
+        || name.starts_with(b"_ZN3c106detail14torchCheckFail")
+        || name.starts_with(b"_ZN3c106detail23torchInternalAssertFail")
         || (name.starts_with(b"_ZSt") && name.windows(8).any(|part| part == b"__throw_"))
 }
 
