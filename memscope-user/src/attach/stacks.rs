@@ -156,19 +156,21 @@ impl Attacher {
         self.native_stacks
     }
 
-    /// From now on what torch_npu's task queue runs in the process has the stacks of the calls that it is run for. How many
-    /// of the two sites that it takes are attached.
-    pub fn follow_queue(&mut self, process: &Process) -> Result<usize, String> {
+    /// From now on what torch_npu's task queue runs in the process has the stacks of the calls that it is run for. If not,
+    /// why.
+    pub fn follow_queue(&mut self, process: &Process) -> Result<(), String> {
         let mapped = process.mapped_files().map_err(|e| e.to_string())?;
         let is_torch_npu = |file: &&MappedFile| file.path.ends_with("libtorch_npu.so");
-        let Some(mapped) = mapped.iter().find(is_torch_npu) else { return Ok(0) };
+        let Some(mapped) = mapped.iter().find(is_torch_npu) else { return Ok(()) };
         let file = process.open_mapped(mapped).map_err(|e| e.to_string())?;
-        let Some((id, resolved, display)) = self.resolve(mapped, &file) else { return Ok(0) };
+        let Some((id, resolved, display)) = self.resolve(mapped, &file) else { return Ok(()) };
         let queue = ResolvedFile { found: self.resolver.queue(&file, &display)?, ..(*resolved).clone() };
         let (none, mut outcome) = (HashSet::new(), Attached::default());
         let scope = Scope::Process(process.tgid);
         self.attach_file(scope, id, &file, &queue, &display, &none, None, &mut outcome);
-        Ok(outcome.sites.len())
+        let mut of_queue =
+            self.sites.iter().filter(|site| site.scope == scope && site.probe.class == Class::Queue);
+        of_queue.find_map(|site| site.failure()).map_or(Ok(()), |why| Err(why.to_owned()))
     }
 
     /// The process that it was forked from, by the `salt` that was given for that one, where stacks of the process are taken

@@ -327,8 +327,7 @@ impl Session<'_> {
         }
         let followed = self.attacher.follow_queue(&target.process);
         self.introduce_sites();
-        if !matches!(followed, Ok(2)) {
-            let why = followed.err().unwrap_or_else(|| "its sites can not be attached".into());
+        if let Err(why) = followed {
             self.note(format!(
                 "what the task queue of process {tgid} allocates (TASK_QUEUE_ENABLE=2) has no Python stacks: {why}"
             ));
