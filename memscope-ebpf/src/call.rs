@@ -2,12 +2,13 @@
 
 use core::ffi::c_void;
 
-use memscope_ebpf::{ApiCall, Enter, InFlight, NO_ARG, NO_SITE, Return, flags, kind, no_stack, ret};
+use memscope_ebpf::{ARGS, ApiCall, Enter, InFlight, NO_ARG, NO_SITE, Return, flags, kind, no_stack, ret};
 
 use crate::{
+    calls::{self, Returned},
     native,
     regs::{Regs, choose},
-    site::{API_CALLS, Hit, IN_FLIGHT, reserve},
+    site::{Hit, reserve},
     stack, user,
 };
 
@@ -36,7 +37,7 @@ pub extern "C" fn annotate(ctx: *mut c_void) -> u32 {
         let regs = Regs::new(ctx);
         let call =
             ApiCall { out: regs.arg::<0>(), asked: regs.arg::<1>(), sp: regs.sp(), site: hit.index as u64 };
-        if note(&hit, call) {
+        if calls::note(hit.pid_tgid, call) {
             hit.is_not_sent();
         } else {
             hit.is_sent();
@@ -46,27 +47,12 @@ pub extern "C" fn annotate(ctx: *mut c_void) -> u32 {
     0
 }
 
-#[inline(always)]
-fn note(hit: &Hit, call: ApiCall) -> bool {
-    let Some(last) = API_CALLS.get_ptr_mut(hit.pid_tgid) else {
-        return API_CALLS.insert(hit.pid_tgid, call, 0).is_ok();
-    };
-    // SAFETY: the element is this thread's own: no one else changes it while the program runs.
-    unsafe {
-        // Calls nest with the same out-pointer: the outermost is the one the program made.
-        if (*last).out != call.out || (*last).sp <= call.sp {
-            *last = call;
-        }
-    }
-    true
-}
-
 /// Entry of a call whose result is wanted: keeps the arguments for [`leave`].
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "uprobe")]
 pub extern "C" fn keep(ctx: *mut c_void) -> u32 {
-    if let Some(hit) = Hit::entry(ctx) {
-        keep_call(&hit, &InFlight { args: Regs::new(ctx).first_args(), flags: 0, active: 1 });
+    if let Some(hit) = Hit::uncounted_entry(ctx) {
+        keep_call(&hit, Regs::new(ctx).first_args(), 0);
     }
     0
 }
@@ -75,10 +61,10 @@ pub extern "C" fn keep(ctx: *mut c_void) -> u32 {
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "uprobe")]
 pub extern "C" fn keep_caller(ctx: *mut c_void) -> u32 {
-    if let Some(hit) = Hit::entry(ctx) {
+    if let Some(hit) = Hit::uncounted_entry(ctx) {
         let regs = Regs::new(ctx);
         native::note_caller(&hit, regs);
-        keep_call(&hit, &InFlight { args: regs.first_args(), flags: 0, active: 1 });
+        keep_call(&hit, regs.first_args(), 0);
     }
     0
 }
@@ -88,7 +74,7 @@ pub extern "C" fn keep_caller(ctx: *mut c_void) -> u32 {
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "uprobe")]
 pub extern "C" fn keep_struct(ctx: *mut c_void) -> u32 {
-    if let Some(hit) = Hit::entry(ctx) {
+    if let Some(hit) = Hit::uncounted_entry(ctx) {
         keep_with_struct(&hit, Regs::new(ctx));
     }
     0
@@ -98,7 +84,7 @@ pub extern "C" fn keep_struct(ctx: *mut c_void) -> u32 {
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "uprobe")]
 pub extern "C" fn keep_struct_caller(ctx: *mut c_void) -> u32 {
-    if let Some(hit) = Hit::entry(ctx) {
+    if let Some(hit) = Hit::uncounted_entry(ctx) {
         let regs = Regs::new(ctx);
         native::note_caller(&hit, regs);
         keep_with_struct(&hit, regs);
@@ -112,20 +98,15 @@ fn keep_with_struct(hit: &Hit, regs: Regs) {
     // SAFETY: `words` is a local array of integers.
     let read = unsafe { user::read_into(&raw mut words, regs.arg_at(hit.site.arg)) };
     let args = [regs.arg::<0>(), regs.arg::<1>(), words[0], words[1]];
-    let flags = if read { 0 } else { flags::UNREADABLE as u32 };
-    keep_call(hit, &InFlight { args, flags, active: 1 });
+    keep_call(hit, args, if read { 0 } else { flags::UNREADABLE });
 }
 
 #[inline(always)]
-fn keep_call(hit: &Hit, call: &InFlight) {
-    match IN_FLIGHT.get_ptr_mut(hit.key()) {
-        // SAFETY: the element is this thread's own: no one else changes it while the program runs.
-        Some(kept) => unsafe { *kept = *call },
-        None => {
-            if IN_FLIGHT.insert(hit.key(), call, 0).is_err() {
-                hit.map_full();
-            }
-        }
+fn keep_call(hit: &Hit, args: [u64; ARGS], flags: u16) {
+    // Counted when it returns: only then is a record due.
+    if !calls::keep(hit.pid_tgid, &InFlight { args, site: hit.index, flags, active: 1 }) {
+        hit.is_sent();
+        hit.map_full();
     }
 }
 
@@ -154,29 +135,26 @@ pub extern "C" fn leave_native(ctx: *mut c_void) -> u32 {
 #[inline(always)]
 fn end_call(ctx: *mut c_void, stacks: impl FnOnce(&Hit) -> (u64, u16)) -> u32 {
     if let Some(hit) = Hit::on_return(ctx) {
-        match IN_FLIGHT.get_ptr_mut(hit.key()) {
-            // SAFETY: as in `keep_call`.
-            Some(call) if unsafe { (*call).active } == 1 => unsafe {
-                (*call).active = 0;
-                send_leave(&hit, call, Regs::new(ctx).ret(), stacks(&hit));
-            },
-            _ => hit.unmatched(),
+        match calls::take(hit.pid_tgid, hit.index) {
+            Some(returned) => {
+                hit.is_sent();
+                send_leave(&hit, &returned, Regs::new(ctx).ret(), stacks(&hit));
+            }
+            None => hit.unmatched(),
         }
     }
     0
 }
 
-/// # Safety
-/// `call` is an element of `IN_FLIGHT` that belongs to this thread.
 #[inline(always)]
-unsafe fn send_leave(hit: &Hit, call: *const InFlight, value: u64, (stack, native): (u64, u16)) {
+fn send_leave(hit: &Hit, returned: &Returned, value: u64, (stack, native): (u64, u16)) {
     let Some(mut entry) = hit.reserve::<Return>() else { return };
     let record = entry.as_mut_ptr();
-    // SAFETY: the caller's promise; `record` is the reserved entry, and every field is written before it is submitted.
+    let InFlight { args, flags, .. } = returned.call;
+    let mut flags = flags | native;
+    let failed = if hit.site.ret == ret::IS_RESULT { value == 0 } else { value as i32 != 0 };
+    // SAFETY: `record` is the reserved entry, and every field is written before it is submitted.
     unsafe {
-        let mut flags = (*call).flags as u16 | native;
-        let failed = if hit.site.ret == ret::IS_RESULT { value == 0 } else { value as i32 != 0 };
-        let args = (*call).args;
         (*record).args = args;
         (*record).result = value;
         (*record).stack = stack;
@@ -190,16 +168,9 @@ unsafe fn send_leave(hit: &Hit, call: *const InFlight, value: u64, (stack, nativ
         if flags & flags::UNREADABLE != 0 {
             hit.unreadable();
         }
-        (*record).asked = 0;
-        (*record).api = NO_SITE;
+        (*record).asked = returned.asked;
+        (*record).api = returned.api;
         (*record).reserved = 0;
-        if let Some(api) = API_CALLS.get_ptr_mut(hit.pid_tgid)
-            && (*api).out == args[0]
-        {
-            (*record).asked = (*api).asked;
-            (*record).api = (*api).site as u32;
-            (*api).out = 0;
-        }
         (*record).header = hit.header(kind::RETURN, flags);
     }
     hit.submit(entry);

@@ -13,10 +13,12 @@ pub const WIRE_VERSION: u32 = 7;
 pub const MAX_SITES: u32 = 4096;
 /// Processes that can be followed at one time.
 pub const MAX_TARGETS: u32 = 16384;
-/// Calls that can be between entry and return at one time, over all threads. Beyond, the oldest are forgotten.
-pub const MAX_IN_FLIGHT: u32 = 16384;
-/// Threads of which the runtime call above the driver's is remembered. Beyond, the oldest are forgotten.
+/// Calls of one thread that can be between entry and return at one time, where the result is wanted.
+pub const MAX_NESTED: usize = 4;
+/// Threads whose calls are kept, on kernels that keep nothing by task.
 pub const MAX_THREADS: u32 = 16384;
+/// Sites of processes that have ended within a call of them, and have not been looked at yet.
+pub const MAX_WITHIN: u32 = 1024;
 /// Bytes of a name record's text; longer texts are cut and flagged.
 pub const NAME_LEN: usize = 104;
 /// Bytes of a mark record's text.
@@ -83,7 +85,8 @@ pub struct Site {
     pub domain: u8,
     /// A [`ret`] value: when the call counts as a success.
     pub ret: u8,
-    /// The collector is woken whenever the unread bytes cross a multiple of 2 to this power (8 to 31).
+    /// The collector is woken by each 2 to this power bytes (8 to 31) that are written. Between, it looks by itself in
+    /// short intervals.
     pub wake_shift: u8,
     /// Added to the address once all pointers are followed.
     pub after: u16,
@@ -117,17 +120,18 @@ pub mod ret {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Times an observed process entered the function, for which a record was due.
+    /// Times an observed process entered the function, for which a record was due: where the result is wanted, from the
+    /// return on.
     pub hits: u64,
     /// Times it did so and none was: a call above the driver's, which goes into that one's record; a report that
     /// nothing has changed.
     pub unsent: u64,
     /// Records that found no room in the ring buffer.
     pub ring_full: u64,
-    /// Calls whose entry could not be kept: their return is not reported.
+    /// Calls of which there is no record because their entry could not be kept, or no return was seen before the next
+    /// one.
     pub map_full: u64,
-    /// Returns without a kept entry (the call began before attach, or its entry was forgotten), and return values
-    /// that found no room.
+    /// Returns without a kept entry (the call began before attach), and return values that found no room.
     pub unmatched: u64,
     /// Records sent with [`flags::UNREADABLE`].
     pub unreadable: u64,
@@ -592,26 +596,19 @@ pub struct Pack {
     pub tensors: [PackedTensor; PACK_LEN],
 }
 
-/// What is kept of a call between its entry and its return. Elements stay when the call is over: writing into one
-/// that is there costs a third of making and deleting it.
+/// What is kept of a call between its entry and its return. Where it is kept stays the site's: writing into what is
+/// there costs a third of making and deleting it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct InFlight {
     pub args: [u64; ARGS],
-    pub flags: u32,
+    pub site: u32,
+    pub flags: u16,
     /// 1 from entry to return.
-    pub active: u32,
+    pub active: u16,
 }
 
-/// Key of `IN_FLIGHT`: probed calls nest (`aclrtCreateContext` calls `halMemAlloc`), so each has its own.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct InFlightKey {
-    pub pid_tgid: u64,
-    pub site: u64,
-}
-
-/// The last runtime call of a thread that may reach the driver. An element of `API_CALLS`, by `pid_tgid`.
+/// The last runtime call that may reach the driver.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ApiCall {
@@ -622,6 +619,24 @@ pub struct ApiCall {
     /// Stack pointer at its entry: a call inside it has a lower one.
     pub sp: u64,
     pub site: u64,
+}
+
+/// Calls of one thread. An element of `CALLS`, where the kernel keeps things by task, else of `CALLS_BY_THREAD`, by
+/// `pid_tgid`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Calls {
+    pub api: ApiCall,
+    /// Probed calls nest (`aclrtCreateContext` calls `halMemAlloc`), so each site has its own.
+    pub in_flight: [InFlight; MAX_NESTED],
+}
+
+/// Key of `WITHIN`: a thread of the process has ended within a call.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Within {
+    pub tgid: u32,
+    pub site: u32,
 }
 
 macro_rules! wire {
@@ -654,7 +669,7 @@ pub unsafe trait Plain: Copy + 'static {
 
 wire! {
     Site = 16, Counters = 48, Header = 24, Enter = 56, Return = 88, Name = 176, Mark = 368, Report = 88,
-    InFlight = 40, InFlightKey = 16, ApiCall = 32, Interpreter = 80, RawFrame = 24, StackHead = 48,
+    InFlight = 40, ApiCall = 32, Calls = 32 + 40 * MAX_NESTED, Within = 8, Interpreter = 80, RawFrame = 24, StackHead = 48,
     Stack = 48 + 24 * MAX_DEPTH, TaskKey = 16, Thread = 48 + 32 + 4 * MAX_COPIES + 8 + FRAME_BYTES + 8 + 48 + 24 * MAX_DEPTH, Tensor = 48,
     Arguments = 288, NativeConfig = 24, ProcessConfig = 16, Caller = 16, Callers = 8 + 16 * MAX_CALLERS, NativeHead = 232,
     PieceHead = 40, PackedTensor = 24, Pack = 40 + 24 * PACK_LEN, Slice = 232 + PAGE_LEN * SLICE_PAGES, FrameRecord = 16, Chain = 232 + 16 * MAX_DEPTH,

@@ -4,6 +4,7 @@
 #![feature(asm_experimental_arch)]
 
 mod call;
+mod calls;
 mod native;
 mod process;
 mod queue;

@@ -3,7 +3,6 @@
 use core::ffi::c_void;
 
 use aya_ebpf::{
-    bindings::BPF_F_NO_PREALLOC,
     helpers::{
         bpf_get_current_pid_tgid, bpf_get_current_task,
         generated::{bpf_ktime_get_ns, bpf_probe_read_kernel},
@@ -11,9 +10,10 @@ use aya_ebpf::{
     macros::map,
     maps::{Array, HashMap},
 };
-use memscope_ebpf::{Header, MAX_TARGETS, ProcessConfig, kind, mix, verdict};
+use memscope_ebpf::{Header, MAX_TARGETS, MAX_WITHIN, ProcessConfig, Within, kind, mix, verdict};
 
 use crate::{
+    calls,
     site::{Hit, TARGETS, notify},
     stack::{INTERPRETERS, thread_state},
 };
@@ -22,7 +22,10 @@ use crate::{
 static PROCESSES: Array<ProcessConfig> = Array::with_max_entries(1, 0);
 /// What `wait` will say of a process: the exit code of its thread that ended last.
 #[map]
-static ENDINGS: HashMap<u32, u32> = HashMap::with_max_entries(MAX_TARGETS, BPF_F_NO_PREALLOC);
+static ENDINGS: HashMap<u32, u32> = HashMap::with_max_entries(MAX_TARGETS, 0);
+/// Calls that threads have ended within.
+#[map]
+static WITHIN: HashMap<Within, u8> = HashMap::with_max_entries(MAX_WITHIN, 0);
 
 /// The dynamic linker has mapped or unmapped libraries (`_dl_debug_state`, which exists for debuggers).
 #[unsafe(no_mangle)]
@@ -98,7 +101,12 @@ pub extern "C" fn exit(_ctx: *mut c_void) -> u32 {
         if pid_tgid as u32 == tgid {
             let _ = INTERPRETERS.remove(&tgid);
         }
-    } else if let Some(config) = PROCESSES.get(0)
+        return 0;
+    }
+    calls::end(pid_tgid, |site| {
+        let _ = WITHIN.insert(&Within { tgid, site }, &1, 0);
+    });
+    if let Some(config) = PROCESSES.get(0)
         && config.exit_code != 0
     {
         let mut code = 0u32;

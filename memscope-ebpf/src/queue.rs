@@ -4,7 +4,6 @@
 use core::ffi::c_void;
 
 use aya_ebpf::{
-    bindings::BPF_F_NO_PREALLOC,
     macros::map,
     maps::{HashMap, LruHashMap},
 };
@@ -17,7 +16,7 @@ use crate::{regs::Regs, site::Hit, stack, user::read_u64};
 static TASKS: LruHashMap<TaskKey, u64> = LruHashMap::with_max_entries(MAX_TASKS, 0);
 /// Bytes of a queue's cell, by process.
 #[map]
-static CELLS: HashMap<u32, u64> = HashMap::with_max_entries(MAX_TARGETS, BPF_F_NO_PREALLOC);
+static CELLS: HashMap<u32, u64> = HashMap::with_max_entries(MAX_TARGETS, 0);
 
 /// In a cell: the address of what is behind the head, the task's number, and there what is behind the head.
 const CONTENT: u64 = 0x18;

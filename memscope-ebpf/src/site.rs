@@ -9,12 +9,9 @@ use aya_ebpf::{
         generated::{bpf_get_attach_cookie, bpf_ktime_get_ns},
     },
     macros::map,
-    maps::{Array, HashMap, LruHashMap, PerCpuArray, RingBuf, ring_buf::RingBufEntry},
+    maps::{Array, HashMap, PerCpuArray, RingBuf, ring_buf::RingBufEntry},
 };
-use memscope_ebpf::{
-    ApiCall, Counters, Header, InFlight, InFlightKey, MAX_IN_FLIGHT, MAX_SITES, MAX_TARGETS, MAX_THREADS,
-    SITE_ANY, Site, verdict,
-};
+use memscope_ebpf::{Counters, Header, MAX_SITES, MAX_TARGETS, SITE_ANY, Site, verdict};
 
 /// The size is set by the loader.
 #[map]
@@ -25,10 +22,6 @@ static SITES: Array<Site> = Array::with_max_entries(MAX_SITES, 0);
 static COUNTERS: PerCpuArray<Counters> = PerCpuArray::with_max_entries(MAX_SITES, 0);
 #[map]
 pub static TARGETS: HashMap<u32, u32> = HashMap::with_max_entries(MAX_TARGETS, 0);
-#[map]
-pub static IN_FLIGHT: LruHashMap<InFlightKey, InFlight> = LruHashMap::with_max_entries(MAX_IN_FLIGHT, 0);
-#[map]
-pub static API_CALLS: LruHashMap<u64, ApiCall> = LruHashMap::with_max_entries(MAX_THREADS, 0);
 
 /// One hit of a site by an observed process.
 pub struct Hit {
@@ -105,11 +98,6 @@ impl Hit {
     }
 
     #[inline(always)]
-    pub fn key(&self) -> InFlightKey {
-        InFlightKey { pid_tgid: self.pid_tgid, site: self.index as u64 }
-    }
-
-    #[inline(always)]
     pub fn reserve<T: 'static>(&self) -> Option<RingBufEntry<T>> {
         let entry = reserve::<T>();
         if entry.is_none() {
@@ -125,8 +113,19 @@ impl Hit {
     }
 
     #[inline(always)]
-    pub fn submit<T: 'static>(&self, entry: RingBufEntry<T>) {
-        entry.submit(wake::<T>(self.site.wake_shift));
+    pub fn submit<T: 'static>(&self, mut entry: RingBufEntry<T>) {
+        let wake = self.crosses::<T>(entry.as_mut_ptr());
+        entry.submit(if wake { BPF_RB_FORCE_WAKEUP } else { BPF_RB_NO_WAKEUP } as u64);
+    }
+
+    /// Whether a record crosses a multiple of 2^[`Site::wake_shift`] bytes, counted from where the site lies in memory:
+    /// what the verifier lets be known of a place in the ring buffer is its distance from another pointer.
+    #[inline(always)]
+    fn crosses<T>(&self, record: *mut T) -> bool {
+        let begin = (record as u64).wrapping_sub(self.site as *const Site as u64);
+        let end = begin.wrapping_add(size_of::<T>() as u64 + 8);
+        let shift = self.site.wake_shift as u64 & 31;
+        begin >> shift != end >> shift
     }
 
     /// Whether more than half of the ring buffer is unread.
@@ -171,16 +170,6 @@ fn count(counter: *mut u64) {
     // Atomics of core need compare-and-swap on this target, which kernels before 5.12 lack; XADD they all have.
     // SAFETY: `counter` points into a map element, 8-byte aligned.
     unsafe { asm!("lock *(u64 *)({counter} + 0) += {one}", counter = in(reg) counter, one = in(reg) 1u64) };
-}
-
-/// Wakes the collector by bytes, not by records: each time the unread bytes cross a multiple of 2^shift.
-/// Between, it looks by itself in short intervals.
-#[inline(always)]
-fn wake<T>(shift: u8) -> u64 {
-    let unread = RECORDS.query(BPF_RB_AVAIL_DATA as u64);
-    let before = unread.wrapping_sub(size_of::<T>() as u64 + 8);
-    let shift = shift as u64 & 31;
-    if unread >> shift == before >> shift { BPF_RB_NO_WAKEUP as u64 } else { BPF_RB_FORCE_WAKEUP as u64 }
 }
 
 /// Sends a record that is nothing but a header, and wakes the collector at once.

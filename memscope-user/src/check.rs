@@ -178,7 +178,7 @@ fn programs() -> Line {
         empty: false,
         stacks: Some(StackConfig::default()),
         native_stacks: Some(NativeStackConfig::default()),
-        in_flight: None,
+        call_threads: None,
         own_numbers: true,
     };
     match Attacher::new(config) {

@@ -258,14 +258,15 @@ fn a_directory_that_can_not_be_written_to_is_refused_or_ends_the_dump() -> Resul
     Ok(())
 }
 
-/// More calls at a time than there is room for: the oldest are forgotten, and counted.
+/// More threads within calls than there is room for, where the kernel keeps nothing by task: they are counted. Where it
+/// does, there is room for all.
 #[test]
 fn calls_that_find_no_room_are_counted() -> Result<()> {
     if !V9.is_ready() {
         return Ok(());
     }
     const THREADS: &str = "1000";
-    for (room, fits) in [("256", false), ("16384", true)] {
+    for (room, fits) in [(Some("256"), false), (Some("16384"), true), (None, true)] {
         let dir = tempfile::tempdir()?;
         let gate = dir.path().join("gate");
         let scene = ["--wait-initialized", "threads", THREADS, "1"];
@@ -273,7 +274,9 @@ fn calls_that_find_no_room_are_counted() -> Result<()> {
             command.env("SIM_CANN_ALLOC_GATE", &gate);
         })?;
         let pid = target.pid().to_string();
-        let tracer = Tracer::start(&["-p", &pid, "--in-flight", room, "--no-dump"])?.attached()?;
+        let room = room.map(|room| ["--call-threads", room]);
+        let room: Vec<_> = room.into_iter().flatten().collect();
+        let tracer = Tracer::start(&[&["-p", &pid, "--no-dump"], room.as_slice()].concat())?.attached()?;
         // All are within the driver at one time.
         fs::write(&gate, "")?;
         target.tell("go")?;
@@ -569,16 +572,27 @@ fn processes_of_one_name_are_traced_one_after_another() -> Result<()> {
     stays.args(["--wait-stdin", "--wait-initialized", "sleep", "0"]);
     let stays = Target::start(stays)?;
     let tracer = Tracer::start(&["--comm", "short-lived", "--no-dump", "--call-stack", "none"])?;
-    let tracer = tracer.attached_to(stays.pid())?;
+    let mut tracer = tracer.attached_to(stays.pid())?;
     let mut pids = HashSet::from([u64::from(stays.pid())]);
     let mut footprints = Vec::new();
     let count = times(40);
     for index in 0..count {
         let mut command = Command::new(&program);
-        command.args(["--end", "exit", "leak", "--steps", "5", "--marks", "--step-ms", "12"]);
-        let mut child = command.stdout(Stdio::null()).spawn()?;
-        pids.insert(u64::from(child.id()));
-        ensure!(child.wait()?.success());
+        command.args([
+            "--wait-stdin",
+            "--wait-initialized",
+            "--end",
+            "exit",
+            "leak",
+            "--steps",
+            "5",
+            "--marks",
+        ]);
+        let mut child = Target::start(command)?;
+        pids.insert(u64::from(child.pid()));
+        tracer = tracer.attached_to(child.pid())?;
+        child.tell("go")?;
+        ensure!(child.finish()?.0.success());
         if index == 9 || index + 1 == count {
             // Its probes are detached meanwhile.
             thread::sleep(Duration::from_secs(1));

@@ -133,7 +133,7 @@ pub fn measure(
         empty: false,
         stacks: None,
         native_stacks: None,
-        in_flight: None,
+        call_threads: None,
         own_numbers: proc.has_own_numbers(),
     })?;
     let mut child = Loop::start(effort)?;

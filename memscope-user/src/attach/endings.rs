@@ -2,7 +2,7 @@
 
 use std::{os::unix::process::ExitStatusExt, process::ExitStatus};
 
-use memscope_ebpf::{Counters, ProcessConfig, Site};
+use memscope_ebpf::{Counters, ProcessConfig, Site, Within};
 
 use super::{
     Attacher, Link, Scope, Status,
@@ -35,22 +35,29 @@ impl Attacher {
     pub fn ending(&self, tgid: Tgid) -> Ending {
         let code = self.maps.endings.get(&tgid.0, 0).ok();
         let status = code.map(|code| ExitStatus::from_raw(code as i32));
-        // The map is large, and who exits by itself is in no call as a rule.
         let mut within = Vec::new();
-        if status.is_none_or(|status| status.code().is_none()) {
-            let calls = self.maps.in_flight.iter().flatten();
-            let open = calls.filter(|(key, call)| (key.pid_tgid >> 32) as u32 == tgid.0 && call.active == 1);
-            within.extend(open.filter_map(|(key, _)| Some(self.sites.get(key.site as usize)?.probe.site)));
-            within.sort_unstable();
-            within.dedup();
+        for ended in self.ended_within(tgid) {
+            // Who exits by itself may do so from a thread that others are not done with.
+            if status.is_none_or(|status| status.code().is_none()) {
+                within.extend(self.sites.get(ended.site as usize).map(|site| site.probe.site));
+            }
         }
+        within.sort_unstable();
+        within.dedup();
         Ending { status, within }
+    }
+
+    fn ended_within(&self, tgid: Tgid) -> Vec<Within> {
+        self.maps.within.keys().flatten().filter(|ended| ended.tgid == tgid.0).collect()
     }
 
     /// Forgets a process that ended: its id may come again, its calls in flight never return.
     pub fn forget(&mut self, tgid: Tgid) {
         let _ = self.maps.targets.remove(&tgid.0);
         let _ = self.maps.endings.remove(&tgid.0);
+        for ended in self.ended_within(tgid) {
+            let _ = self.maps.within.remove(&ended);
+        }
         self.gone.insert(tgid);
         let _ = self.maps.interpreters.remove(&tgid.0);
         self.processes.remove(&tgid);
@@ -102,22 +109,11 @@ impl Attacher {
             return;
         }
         let is_gone = |pid_tgid: u64| gone.contains(&Tgid((pid_tgid >> 32) as u32));
-        let calls = self.maps.in_flight.iter().flatten();
-        let calls: Vec<_> = calls.filter(|(key, _)| is_gone(key.pid_tgid)).collect();
-        for (key, call) in calls {
-            self.abandoned_calls += u64::from(call.active == 1);
-            let _ = self.maps.in_flight.remove(&key);
-        }
-        let stale: Vec<u64> = self.maps.api_calls.keys().flatten().filter(|key| is_gone(*key)).collect();
+        let stale: Vec<u64> =
+            self.maps.calls_by_thread.keys().flatten().filter(|key| is_gone(*key)).collect();
         for key in stale {
-            let _ = self.maps.api_calls.remove(&key);
+            let _ = self.maps.calls_by_thread.remove(&key);
         }
         self.forget_threads(is_gone);
-    }
-
-    /// Calls of all processes that have been entered and have not returned.
-    pub fn open_calls(&self) -> u64 {
-        let calls = self.maps.in_flight.iter().flatten();
-        self.abandoned_calls + calls.filter(|(_, call)| call.active == 1).count() as u64
     }
 }

@@ -11,10 +11,10 @@ use std::{
 use aya::maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray, RingBuf};
 use aya_obj::generated::bpf_insn;
 use memscope_ebpf::{
-    ApiCall, Counters, InFlight, InFlightKey, Interpreter, NativeConfig, ProcessConfig, Site, Thread,
+    Calls, Counters, Interpreter, MAX_THREADS, NativeConfig, ProcessConfig, Site, Thread, Within,
 };
 
-use super::{privilege, sys};
+use super::{kernel, privilege, sys};
 
 /// The object of `cargo xtask build-ebpf`, or nothing where it was not built.
 static OBJECT: &[u8] = {
@@ -29,6 +29,11 @@ static OBJECT: &[u8] = {
 const ATTACH_COOKIE: i32 = 174;
 /// `bpf_probe_read_kernel`.
 const PROBE_READ_KERNEL: i32 = 113;
+/// `bpf_task_storage_get`, `bpf_get_current_task_btf`.
+const TASK_STORAGE_GET: i32 = 156;
+const CURRENT_TASK: i32 = 158;
+/// Room beside task storage, for threads that the kernel finds no memory for.
+const FEW_THREADS: u32 = 256;
 
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
@@ -161,6 +166,8 @@ pub struct Loader {
     instructions: StdHashMap<String, Vec<bpf_insn>>,
     programs: BTreeMap<(Program, Flavour), OwnedFd>,
     spares_kernel_memory: bool,
+    /// Things are kept by task.
+    task_storage: Option<OwnedFd>,
     /// The maps that programs use among themselves: each is there as long as its descriptor.
     _own_maps: Vec<MapData>,
 }
@@ -171,8 +178,8 @@ pub struct Maps {
     pub sites: Array<MapData, Site>,
     pub counters: PerCpuArray<MapData, Counters>,
     pub targets: HashMap<MapData, u32, u32>,
-    pub in_flight: HashMap<MapData, InFlightKey, InFlight>,
-    pub api_calls: HashMap<MapData, u64, ApiCall>,
+    pub calls_by_thread: HashMap<MapData, u64, Calls>,
+    pub within: HashMap<MapData, Within, u8>,
     pub interpreters: HashMap<MapData, u32, Interpreter>,
     pub robust_lists: HashMap<MapData, u32, u64>,
     pub threads: HashMap<MapData, u64, Thread>,
@@ -182,21 +189,34 @@ pub struct Maps {
 }
 
 impl Loader {
-    /// Creates the maps and readies the programs. `ring_bytes` is rounded up to a power of two of at least a page.
-    pub fn new(ring_bytes: u32, in_flight: Option<u32>) -> Result<(Self, Maps), LoadError> {
+    /// Creates the maps and readies the programs. `ring_bytes` is rounded up to a power of two of at least a page;
+    /// `threads`: keep the calls of so many in a map, as on kernels without task storage.
+    pub fn new(ring_bytes: u32, threads: Option<u32>) -> Result<(Self, Maps), LoadError> {
         if OBJECT.is_empty() {
             return Err(LoadError::NotBuilt);
         }
         let broken = |e: &dyn std::fmt::Display| LoadError::Object(e.to_string());
         let mut object = aya_obj::Object::parse(OBJECT).map_err(|e| broken(&e))?;
+        let task_storage = match threads {
+            None => kernel::task_storage(size_of::<Calls>()),
+            Some(_) => None,
+        };
+        tracing::debug!("calls are kept {}", if task_storage.is_some() { "by task" } else { "in a map" });
+        let mut task_definition = None;
         let mut definitions = StdHashMap::new();
         let mut maps: StdHashMap<String, MapData> = StdHashMap::new();
         for (name, mut map) in object.maps.drain() {
             if name == "RECORDS" {
                 map.set_max_entries(ring_bytes.next_power_of_two().max(64 * 1024));
             }
-            if let ("IN_FLIGHT", Some(in_flight)) = (name.as_str(), in_flight) {
-                map.set_max_entries(in_flight);
+            if name == "CALLS" {
+                task_definition = Some(map);
+                continue;
+            }
+            if name == "CALLS_BY_THREAD" {
+                // Beside task storage, for the threads that found no memory for it.
+                let few = task_storage.is_some().then_some(FEW_THREADS);
+                map.set_max_entries(threads.or(few).unwrap_or(MAX_THREADS));
             }
             definitions.insert(name.clone(), map.clone());
             let data = MapData::create(map, &name, None).map_err(|e| match e {
@@ -213,12 +233,17 @@ impl Loader {
             })?;
             maps.insert(name, data);
         }
+        // Where there is no task storage, the programs name some map instead, and do not use it.
+        let task_fd = task_storage.as_ref().map(|map| map.as_raw_fd());
+        let task_fd = task_fd.or(maps.get("CALLS_BY_THREAD").map(|map| map.fd().as_fd().as_raw_fd()));
+        let task_fd = task_fd.ok_or_else(|| LoadError::Object("it has no map `CALLS_BY_THREAD`".into()))?;
         let sections = object.functions.keys().map(|(section, _)| *section).collect();
         object
             .relocate_maps(
                 definitions
                     .iter()
-                    .map(|(name, map)| (name.as_str(), maps[name].fd().as_fd().as_raw_fd(), map)),
+                    .map(|(name, map)| (name.as_str(), maps[name].fd().as_fd().as_raw_fd(), map))
+                    .chain(task_definition.iter().map(|map| ("CALLS", task_fd, map))),
                 &sections,
             )
             .map_err(|e| broken(&e))?;
@@ -236,8 +261,8 @@ impl Loader {
             sites: take(&mut maps, "SITES", Map::Array)?,
             counters: take(&mut maps, "COUNTERS", Map::PerCpuArray)?,
             targets: take(&mut maps, "TARGETS", Map::HashMap)?,
-            in_flight: take(&mut maps, "IN_FLIGHT", Map::LruHashMap)?,
-            api_calls: take(&mut maps, "API_CALLS", Map::LruHashMap)?,
+            calls_by_thread: take(&mut maps, "CALLS_BY_THREAD", Map::HashMap)?,
+            within: take(&mut maps, "WITHIN", Map::HashMap)?,
             interpreters: take(&mut maps, "INTERPRETERS", Map::HashMap)?,
             robust_lists: take(&mut maps, "ROBUST_LISTS", Map::HashMap)?,
             threads: take(&mut maps, "THREADS", Map::HashMap)?,
@@ -251,6 +276,7 @@ impl Loader {
                 instructions,
                 programs: BTreeMap::new(),
                 spares_kernel_memory: false,
+                task_storage,
                 _own_maps: own_maps,
             },
             typed,
@@ -280,6 +306,10 @@ impl Loader {
             .ok_or_else(|| LoadError::Object(format!("it has no program `{}`", program.name())))?;
         if let Flavour::PerfSite(site) = flavour {
             replace_call(&mut instructions, ATTACH_COOKIE, site as i32);
+        }
+        if self.task_storage.is_none() {
+            replace_call(&mut instructions, TASK_STORAGE_GET, 0);
+            replace_call(&mut instructions, CURRENT_TASK, 0);
         }
         if self.spares_kernel_memory {
             replace_call(&mut instructions, PROBE_READ_KERNEL, -libc::EPERM);

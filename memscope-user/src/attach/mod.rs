@@ -27,7 +27,7 @@ use std::{
 
 use aya::maps::{MapData, RingBuf};
 use memscope_ebpf::{
-    ApiCall, Counters, InFlight, InFlightKey, Interpreter, NativeConfig, ProcessConfig, Site, Thread, verdict,
+    Calls, Counters, Interpreter, NativeConfig, ProcessConfig, Site, Thread, Within, verdict,
 };
 
 pub use self::{
@@ -104,9 +104,8 @@ pub struct Config {
     pub stacks: Option<StackConfig>,
     /// Native ones.
     pub native_stacks: Option<NativeStackConfig>,
-    /// Calls that can be between entry and return, where that is to be another number than
-    /// [`memscope_ebpf::MAX_IN_FLIGHT`].
-    pub in_flight: Option<u32>,
+    /// Keeps the calls of so many threads in a map, as on kernels without task storage.
+    pub call_threads: Option<u32>,
     /// Processes have the numbers that system calls of ours take (see [`proc::Proc::has_own_numbers`]).
     pub own_numbers: bool,
 }
@@ -146,8 +145,6 @@ pub struct Attacher {
     host_links: Vec<Link>,
     /// Processes that have ended since the last [`Attacher::sweep`].
     gone: HashSet<Tgid>,
-    /// Calls within which processes have ended.
-    abandoned_calls: u64,
 }
 
 /// A file by one of its names.
@@ -161,8 +158,8 @@ struct AttacherMaps {
     sites: aya::maps::Array<MapData, Site>,
     counters: aya::maps::PerCpuArray<MapData, Counters>,
     targets: aya::maps::HashMap<MapData, u32, u32>,
-    in_flight: aya::maps::HashMap<MapData, InFlightKey, InFlight>,
-    api_calls: aya::maps::HashMap<MapData, u64, ApiCall>,
+    calls_by_thread: aya::maps::HashMap<MapData, u64, Calls>,
+    within: aya::maps::HashMap<MapData, Within, u8>,
     interpreters: aya::maps::HashMap<MapData, u32, Interpreter>,
     robust_lists: aya::maps::HashMap<MapData, u32, u64>,
     threads: aya::maps::HashMap<MapData, u64, Thread>,
@@ -186,14 +183,14 @@ impl Attacher {
     pub fn new(config: Config) -> Result<(Self, RingBuf<MapData>), AttachError> {
         raise_limits();
         let features = kernel::Features::probe();
-        let (loader, maps) = Loader::new(config.ring_bytes, config.in_flight)?;
+        let (loader, maps) = Loader::new(config.ring_bytes, config.call_threads)?;
         let Maps {
             records,
             sites,
             counters,
             targets,
-            in_flight,
-            api_calls,
+            calls_by_thread,
+            within,
             interpreters,
             robust_lists,
             threads,
@@ -234,8 +231,8 @@ impl Attacher {
                 sites,
                 counters,
                 targets,
-                in_flight,
-                api_calls,
+                calls_by_thread,
+                within,
                 interpreters,
                 robust_lists,
                 threads,
@@ -267,7 +264,6 @@ impl Attacher {
             links: BTreeMap::new(),
             host_links: Vec::new(),
             gone: HashSet::new(),
-            abandoned_calls: 0,
         };
         attacher.try_stacks();
         attacher.try_native_stacks()?;
@@ -276,12 +272,10 @@ impl Attacher {
             Ok(link) => attacher.host_links.push(Link::RawTracepoint(link)),
             Err(e) => tracing::warn!("exec of a target will not be noticed: {e}"),
         }
-        if let Some(exit_code) = task.exit_code {
-            match attacher.learn_endings(exit_code) {
-                Err(e) => tracing::warn!("how targets end will not be known: {e}"),
-                // Without the end of those that are never looked at, what they inherit would stay.
-                Ok(()) => attacher.try_inheritance(task.tgid),
-            }
+        match attacher.learn_endings(task.exit_code.unwrap_or(0)) {
+            Err(e) => tracing::warn!("how targets end will not be known: {e}"),
+            // Without the end of those that are never looked at, what they inherit would stay.
+            Ok(()) => attacher.try_inheritance(task.tgid),
         }
         Ok((attacher, records))
     }

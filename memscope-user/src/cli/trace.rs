@@ -129,9 +129,9 @@ pub struct TraceArgs {
     /// Also write the records to this file as they come out of the ring buffer (cargo xtask bench)
     #[arg(long, hide = true)]
     record: Option<PathBuf>,
-    /// Room for so many calls between entry and return
+    /// Keep the calls of so many threads in a map, as on kernels without task storage
     #[arg(long, hide = true)]
-    in_flight: Option<u32>,
+    call_threads: Option<u32>,
     /// Do as on kernels that do not describe their structures
     #[arg(long, hide = true)]
     without_btf: bool,
@@ -287,7 +287,7 @@ impl TraceArgs {
             stdout_is_taken: self.json,
             empty: self.empty_programs,
             record: self.record,
-            in_flight: self.in_flight,
+            call_threads: self.call_threads,
         })
     }
 }

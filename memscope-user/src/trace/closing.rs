@@ -93,9 +93,11 @@ impl Session<'_> {
     /// All sites with what happened there, and what it comes to. What was lost is told.
     fn sites_and_events(&mut self) -> (Vec<Site>, Events) {
         let mut events = Events { received: self.decoder.received, lost: 0 };
+        let (mut no_room, mut unmatched) = (0, 0);
         let mut sites = Vec::new();
         for (state, counters) in self.attacher.tallies() {
-            events.lost += lost(&counters);
+            no_room += counters.ring_full;
+            unmatched += counters.map_full;
             // Seen as well, though not sent.
             events.received += counters.unsent;
             // A stand-in that was not needed is of no interest.
@@ -116,17 +118,17 @@ impl Session<'_> {
                 },
             });
         }
-        if events.lost > 0 {
+        if no_room > 0 {
             self.notes.push(format!(
                 "{} lost: figures are a lower bound, and a block whose free was lost looks \
                  leaked; a larger --ring-size (now {} bytes) helps, or fewer events: --level op, --events none",
-                units::were(events.lost, "event"),
+                units::were(no_room, "event"),
                 self.config.ring_bytes
             ));
         }
-        let unmatched = self.unaccounted();
+        unmatched += self.unaccounted();
+        events.lost = no_room + unmatched;
         if unmatched > 0 {
-            events.lost += unmatched;
             self.notes.push(format!(
                 "of {} no return was seen (more threads within calls at a time than can be followed, or calls left by \
                  other ways): what they did is lost",

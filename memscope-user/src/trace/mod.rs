@@ -147,8 +147,8 @@ pub struct Config {
     pub empty: bool,
     /// Where records go as they come (see [`crate::collect::tape`]).
     pub record: Option<PathBuf>,
-    /// Room for calls between entry and return (see [`crate::attach::Config::in_flight`]).
-    pub in_flight: Option<u32>,
+    /// See [`crate::attach::Config::call_threads`].
+    pub call_threads: Option<u32>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -240,7 +240,7 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
         empty: config.empty,
         stacks: config.stacks,
         native_stacks: config.native_stacks,
-        in_flight: config.in_flight,
+        call_threads: config.call_threads,
         own_numbers: config.proc.has_own_numbers(),
     })?;
     config.proc.check_numbers(kernel::own_tgid())?;

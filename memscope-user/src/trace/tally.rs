@@ -43,7 +43,7 @@ impl Session<'_> {
             due += counters.hits;
             lost_total += lost(&counters);
         }
-        due.saturating_sub(self.decoder.received + lost_total + self.attacher.open_calls())
+        due.saturating_sub(self.decoder.received + lost_total)
     }
 
     /// Has it measured what a hit costs, on a thread of its own: the trace does not wait for it.
