@@ -10,10 +10,14 @@ use std::collections::BTreeMap;
 use rustc_hash::FxHashMap;
 use serde::Serialize;
 
+use super::marks::Texts;
 use crate::dump::read::NumberedRow;
 use crate::dump::{Fact, Place, Row};
 use crate::model::{DeviceId, DevicePtr, EventKind, Name, Nanos, Pool, Tgid, Tid};
 use crate::report::document::StackOf;
+
+/// Texts of marks that are offered in place of one that is not there.
+const OTHERS_SHOWN: usize = 3;
 
 #[derive(Debug, Clone)]
 pub struct Config {
@@ -40,6 +44,9 @@ pub struct DeviceReport {
     pub marks: usize,
     /// Ranges of the text in the process. They are no marks.
     pub ranges: usize,
+    /// Where there are too few: the texts of the process's marks that come most often, with their number.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub other_marks: Vec<(Name, u64)>,
     /// Marks A, B and C; `None` when there are too few.
     pub between: Option<[MarkAt; 3]>,
     /// Blocks that were allocated between A and B and not freed before C, in order of allocation.
@@ -84,6 +91,7 @@ struct Process {
     marking: Option<Option<DeviceId>>,
     marks: Marks,
     ranges: usize,
+    other_marks: Texts,
     places: BTreeMap<Place, Watch>,
     ops: FxHashMap<Tid, Name>,
 }
@@ -142,7 +150,8 @@ impl OfflineLeaks {
 
     pub fn observe(&mut self, numbered: &NumberedRow) {
         let row = &numbered.row;
-        let Process { marking, marks, ranges, places, ops } = self.processes.entry(row.tgid).or_default();
+        let Process { marking, marks, ranges, other_marks, places, ops } =
+            self.processes.entry(row.tgid).or_default();
         match &row.fact {
             Fact::OpBegin { name, .. } | Fact::Event(EventKind::Op { name }) => {
                 ops.insert(row.tid, name.clone());
@@ -157,6 +166,7 @@ impl OfflineLeaks {
                     watch.own_marks.observe(at, self.config.start_index);
                 }
             }
+            Fact::Event(EventKind::Mark { text, .. }) => other_marks.add(text),
             Fact::Event(EventKind::RangeBegin { text, .. }) if **text == *self.config.mark => *ranges += 1,
             Fact::Event(EventKind::Alloc(alloc)) => {
                 let (Some(place), true) =
@@ -224,7 +234,11 @@ impl OfflineLeaks {
                 };
                 leaks.sort_by_key(|leak| leak.id);
                 let (marks, ranges) = (marks.seen, process.ranges);
-                devices.push(DeviceReport { pid, device, marks, ranges, between, leaks });
+                let other_marks = match between {
+                    Some(_) => Vec::new(),
+                    None => process.other_marks.most_frequent(OTHERS_SHOWN),
+                };
+                devices.push(DeviceReport { pid, device, marks, ranges, other_marks, between, leaks });
             }
         }
         Report { mark, start_index, devices }

@@ -39,6 +39,11 @@ fn write_device(out: &mut String, report: &Report, device: &DeviceReport) {
                 "; it is the text of {ranges}, and these are steps: leave --mstx-info out, or name them by --step-mark"
             );
         }
+        let others = device.other_marks.iter();
+        let others: Vec<_> = others.map(|(text, times)| format!("{text:?} ({times}x)")).collect();
+        if !others.is_empty() {
+            let _ = write!(text, "; others are {}", others.join(", "));
+        }
         return line(out, &text);
     };
     let bytes = units::sum(device.leaks.iter().map(|leak| leak.size));
@@ -125,7 +130,15 @@ mod tests {
         let mark = |id| MarkAt { id, timestamp_ns: Nanos(id) };
         let between = Some([mark(1), mark(20), mark(30)]);
         let device = Place::Npu(DeviceId(0));
-        let device = DeviceReport { pid: Tgid(7), device, marks: 3, ranges: 0, between, leaks };
+        let device = DeviceReport {
+            pid: Tgid(7),
+            device,
+            marks: 3,
+            ranges: 0,
+            other_marks: Vec::new(),
+            between,
+            leaks,
+        };
         Report { mark: "step start".into(), start_index: 0, devices: vec![device] }
     }
 
@@ -163,6 +176,9 @@ Process 7, device 0: 4 blocks, 1.00 MiB (1,052,160 bytes), allocated from row 1 
             render(&report),
             "Process 7, device 0: 1 mark \"step start\", three are needed from index 0 on\n"
         );
+        report.devices[0].other_marks = vec![("begin".into(), 3), ("end".into(), 2)];
+        assert!(render(&report).ends_with("from index 0 on; others are \"begin\" (3x), \"end\" (2x)\n"));
+        report.devices[0].other_marks.clear();
         (report.devices[0].marks, report.devices[0].ranges) = (0, 73);
         let text = render(&report);
         assert!(

@@ -215,6 +215,9 @@ impl Report<'_> {
                 inferred.equal,
                 inferred.periods,
             );
+            if inferred.basis != "optimizer" {
+                text.push_str(" (one may be several rounds of your loop)");
+            }
             if inferred.confidence < SURE {
                 text.push_str("; they may be something else (--step-mark names the mark or range that comes once a step)");
             }

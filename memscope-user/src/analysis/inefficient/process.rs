@@ -781,6 +781,8 @@ impl Judge<'_> {
     fn end(&mut self, mut block: Block, at: At) {
         match block.used {
             _ if self.region.accesses == 0 => {}
+            // In use when the trace ended, it is none.
+            Some(from) if operators_between(from, at) == 0 => {}
             Some(from) => {
                 self.since_access(&block, Pattern::Leak, Span { from, to: at, call_between: None });
             }

@@ -249,7 +249,7 @@ impl<'a> Oracle<'a> {
                         (Some(last), Some(free)) if self.between(*last, free) >= late => {
                             find(Pattern::LateDeallocation, *last, free);
                         }
-                        (Some(last), None) => find(Pattern::Leak, *last, end),
+                        (Some(last), None) if self.between(*last, end) > 0 => find(Pattern::Leak, *last, end),
                         (None, free) if first_access < free.unwrap_or(end) => {
                             find(Pattern::UnusedAllocation, alloc, free.unwrap_or(end));
                         }

@@ -16,8 +16,12 @@ const CALLERS_SHOWN: usize = 4;
 const LATE_SHOWN: usize = 10;
 const NOT_JUDGED_SHOWN: usize = 5;
 
-/// What makes leaked blocks one line of the report: the line of the program, else size class and operator.
-type Likeness<'a> = Result<&'a Frame, (u16, Option<&'a Name>)>;
+/// What makes blocks one line of the report: the line of the program, else size class and operator; in one pool.
+type Likeness<'a> = (Pool, Result<&'a Frame, (u16, Option<&'a Name>)>);
+
+fn likeness(block: &BlockFacts) -> Likeness<'_> {
+    (block.pool, block.stack.place().ok_or((size_class(block.size), block.op.as_ref())))
+}
 
 /// Leaked blocks that are alike.
 pub(super) struct Group<'a> {
@@ -176,8 +180,8 @@ impl Report<'_> {
             let mut alike: BTreeMap<_, Late<'_>> = BTreeMap::new();
             for group in &device.late_groups {
                 let likeness: Likeness<'_> =
-                    group.place.as_ref().ok_or((size_class(group.largest), group.op.as_ref()));
-                let kind = alike.entry((group.pool, likeness)).or_insert_with(|| Late::new(device, group));
+                    (group.pool, group.place.as_ref().ok_or((size_class(group.largest), group.op.as_ref())));
+                let kind = alike.entry(likeness).or_insert_with(|| Late::new(device, group));
                 kind.add(group);
             }
             kinds.extend(alike.into_values());
@@ -219,12 +223,25 @@ impl Report<'_> {
             return;
         }
         let bytes = units::sum(devices.iter().map(|device| device.not_judged_total.bytes));
-        let heading = format!("Not judged: {}, {}", units::blocks(blocks), units::bytes(bytes));
-        line(out, &self.paint.heading(&heading));
-        let mut largest: Vec<(&Device, &BlockFacts)> = devices
+        let mut heading = format!("Not judged: {}, {}", units::blocks(blocks), units::bytes(bytes));
+        // That its youngest blocks are not judged is no news of what leaks.
+        let is_leaking = |device: &Device, block: &BlockFacts| {
+            self.leaking.iter().any(|group| {
+                std::ptr::eq(group.device, device)
+                    && group.blocks.first().is_some_and(|leaked| likeness(leaked) == likeness(block))
+                    && group.blocks.iter().any(|leaked| leaked.size >= block.size)
+            })
+        };
+        let (leaking, mut largest): (Vec<_>, Vec<_>) = devices
             .iter()
             .flat_map(|device| device.not_judged.iter().map(move |block| (device, block)))
-            .collect();
+            .partition(|(device, block)| is_leaking(device, block));
+        let more = blocks.saturating_sub((leaking.len() + largest.len().min(NOT_JUDGED_SHOWN)) as u64);
+        let others = !largest.is_empty() || more > 0;
+        if !others {
+            heading.push_str(", of what leaks above");
+        }
+        line(out, &self.paint.heading(&heading));
         largest.sort_by_key(|(_, block)| std::cmp::Reverse(block.size));
         for (device, block) in largest.into_iter().take(NOT_JUDGED_SHOWN) {
             let mut text = format!(
@@ -242,7 +259,10 @@ impl Report<'_> {
             }
             line(out, &text);
         }
-        if let Some(more) = blocks.checked_sub(NOT_JUDGED_SHOWN as u64).filter(|more| *more > 0) {
+        if !leaking.is_empty() && others {
+            line(out, &format!("  {} of what leaks above", units::count(leaking.len() as u64)));
+        }
+        if more > 0 {
             line(out, &format!("  and {} smaller", units::count(more)));
         }
     }
@@ -253,10 +273,9 @@ pub(super) fn groups<'a>(document: &'a Document, pattern: &str) -> Vec<Group<'a>
     let mut groups = Vec::new();
     for device in &document.devices {
         // A line of the program is one leak, whatever the sizes and operators there.
-        let mut alike: BTreeMap<(Pool, Likeness<'_>), Vec<&BlockFacts>> = BTreeMap::new();
+        let mut alike: BTreeMap<Likeness<'_>, Vec<&BlockFacts>> = BTreeMap::new();
         for block in device.leaks.iter().filter(|block| block.pattern == pattern) {
-            let likeness = block.stack.place().ok_or((size_class(block.size), block.op.as_ref()));
-            alike.entry((block.pool, likeness)).or_default().push(block);
+            alike.entry(likeness(block)).or_default().push(block);
         }
         groups.extend(alike.into_iter().map(|((pool, ..), blocks)| {
             let bytes = units::sum(blocks.iter().map(|block| block.size));

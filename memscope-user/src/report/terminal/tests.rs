@@ -250,8 +250,7 @@ fn a_leak_is_the_headline() {
             "1 leak: 12.0 MiB in 4 blocks",
             "LEAK device 0 PTA: +3.00 MiB/step around aten.empty.memory_format",
             "     12.0 MiB in 4 blocks of 3.00 MiB, steps 2-5, thread 23999, first at 0x7f04e0300200",
-            "Not judged: 1 block, 3.00 MiB",
-            "  device 0 PTA 3.00 MiB at 0x7f04e0f00a00, step 6, around aten.empty.memory_format, thread 23999 (last step)",
+            "Not judged: 1 block, 3.00 MiB, of what leaks above",
             "Fluctuation within a step: smallest use, in % of the largest",
             "                 widest swing               narrowest swing",
             "  device 0  PTA  29.2 % (7.00 MiB, step 2)  52.8 % (19.0 MiB, step 6)",
@@ -563,6 +562,9 @@ fn long_lists_are_cut_and_the_rest_counted() {
         script.step(|s| {
             for kind in 0..25u64 {
                 s.op(&format!("op{kind}")).alloc(0x10_0000 * step + 0x1000 * kind, 1024 * (kind + 1));
+                if step == 5 {
+                    s.op(&format!("late{kind}")).alloc(0x1000_0000 + 0x1000 * kind, 1024);
+                }
             }
         });
     }
@@ -571,7 +573,8 @@ fn long_lists_are_cut_and_the_rest_counted() {
     assert!(text.starts_with("25 leaks: 975 KiB in 75 blocks\nLEAK device 0 PTA: +25.0 KiB/step"));
     assert!(text.contains("\n  and 5 smaller ones of 45.0 KiB in all (--json lists them)\n"), "{text}");
     assert!(
-        text.contains("\nNot judged: 25 blocks, 325 KiB\n") && text.contains("\n  and 20 smaller\n"),
+        text.contains("\nNot judged: 50 blocks, 350 KiB\n")
+            && text.contains("\n  25 of what leaks above\n  and 20 smaller\n"),
         "{text}"
     );
 }

@@ -331,9 +331,6 @@ impl Natives {
     }
 
     /// Return addresses as the frame records have them.
-    ///
-    /// A signal's handler returns into a page of the kernel's, which is of no file: there they end. The record behind it
-    /// would not do: it has the caller of what was interrupted, if that had not called anyone else yet.
     fn follow(&mut self, head: &NativeHead, records: &[FrameRecord]) -> Chain {
         let tgid = Tgid(head.header.tgid);
         let mut frames = Vec::new();
@@ -499,28 +496,6 @@ mod tests {
         assert!(!natives.follow(&head, &records[..2]).1);
         let (frames, whole) = natives.follow(&head, &[record(0x200, 0x1234), record(0, 0)]);
         assert_eq!((addresses(&(frames, whole)), whole), (vec![code], false));
-    }
-
-    #[test]
-    fn frame_records_end_at_a_signal() {
-        // SAFETY: takes a number.
-        let vdso = unsafe { libc::getauxval(libc::AT_SYSINFO_EHDR) };
-        if vdso == 0 {
-            eprintln!("SKIPPED: the kernel has no page in this process");
-            return;
-        }
-        let (mut natives, mut head) = of_this_process(16);
-        let code = this_code();
-        (head.ip, head.saved[0]) = (code, 0x100);
-        let record = |next, address| FrameRecord { next, address };
-        let records =
-            [record(0x200, code + 8), record(0x300, vdso + 0x124), record(0x400, code + 16), record(0, 0)];
-        let chain = natives.follow(&head, &records);
-        assert_eq!(
-            (addresses(&chain), chain.1),
-            (vec![code, code + 8], false),
-            "what is there is right, and not all"
-        );
     }
 
     #[test]
