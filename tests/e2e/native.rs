@@ -15,7 +15,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use memscope_e2e::{
-    Block, Capability, DumpFile, Ground, Target, Tracer, checked_by, held, held_with,
+    Block, Capability, DumpFile, Ground, Target, Tracer, checked_by, held, held_with, is_guest,
     leaks::{self, events, judged, padded},
     least_privileged, pointer, truth, wait_for_truth,
 };
@@ -114,10 +114,15 @@ fn losses_are_counted_to_the_last_record() -> Result<()> {
     target.wait_for("ready", |line| line.contains("ready"))?;
     let pid = target.pid();
     let tracer = Tracer::start(&["-p", &pid.to_string(), "--ring-size", "64K", "--no-dump"])?.attached()?;
-    // A tracer that gets no time for a while overflows its ring for certain.
+    // A tracer that gets no time for a while overflows its ring for certain: by a quarter of all calls.
     tracer.signal(libc::SIGSTOP);
     target.tell("go")?;
-    thread::sleep(Duration::from_millis(500));
+    for _ in 0..6000 {
+        if fs::metadata(&log).is_ok_and(|log| log.len() > 500_000) {
+            break;
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
     tracer.signal(libc::SIGCONT);
     target.finish()?;
     let report = tracer.finish()?.report()?;
@@ -643,7 +648,8 @@ fn a_command_is_traced_from_its_first_instruction_and_its_exit_code_passed_on() 
     let traced = Tracer::start(&["--", "sh", "-c", "exit 7"])?.finish()?;
     assert_eq!(traced.status.code(), Some(7));
     // A shell between: children are followed.
-    let line = format!("{workload} leak --steps 6 --marks --step-ms 500; exit 3");
+    let step_ms = if is_guest() { 4000 } else { 500 };
+    let line = format!("{workload} leak --steps 6 --marks --step-ms {step_ms}; exit 3");
     let traced = Tracer::start(&["--", "sh", "-c", &line])?.finish()?;
     assert_eq!(traced.status.code(), Some(3));
     let report = traced.report()?;

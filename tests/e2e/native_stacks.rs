@@ -181,7 +181,9 @@ gdb.execute("detach")
     );
     std::fs::write(&script, text)?;
     let pid = pid.to_string();
-    let found = Command::new("gdb").args(["-nx", "-batch", "-p", &pid, "-x"]).arg(&script).output()?;
+    // A host-wide tracer elsewhere that detaches takes gdb's breakpoint away with its probe: gdb then waits for ever.
+    let gdb = ["120", "gdb", "-nx", "-batch", "-p", &pid, "-x"];
+    let found = Command::new("timeout").args(gdb).arg(&script).output()?;
     let chains = std::fs::read_to_string(&output).unwrap_or_default();
     ensure!(
         chains.lines().count() == stops,

@@ -5,7 +5,7 @@ use std::fs;
 
 use anyhow::{Context, Result};
 use memscope_e2e::{
-    Capability, Ground, Tracer, User, checked_by, held, is_guest, leaks::are_exactly_the_truth,
+    Capability, Ground, Tracer, User, checked_by, held, is_to_be_thrown_away, leaks::are_exactly_the_truth,
     least_privileged,
 };
 
@@ -38,7 +38,7 @@ fn traces_as(user: &User) -> Result<()> {
 #[test]
 fn a_perf_event_paranoid_says_what_it_forbids() -> Result<()> {
     const FILE: &str = "/proc/sys/kernel/perf_event_paranoid";
-    if !is_guest() || !V9.is_ready() {
+    if !is_to_be_thrown_away() || !V9.is_ready() {
         return Ok(());
     }
     use Capability::{Bpf, DacReadSearch, Perfmon, SysAdmin, SysPtrace};
@@ -68,7 +68,7 @@ fn a_perf_event_paranoid_says_what_it_forbids() -> Result<()> {
 #[test]
 fn b_unprivileged_bpf_disabled_does_not_matter() -> Result<()> {
     const FILE: &str = "/proc/sys/kernel/unprivileged_bpf_disabled";
-    if !is_guest() || !V9.is_ready() {
+    if !is_to_be_thrown_away() || !V9.is_ready() {
         return Ok(());
     }
     // 1 is for good, and so is last.
@@ -87,7 +87,7 @@ fn b_unprivileged_bpf_disabled_does_not_matter() -> Result<()> {
 /// Kernels before 5.11 count maps.
 #[test]
 fn c_locked_memory_is_raised_or_asked_for() -> Result<()> {
-    if !is_guest() || !V9.is_ready() {
+    if !is_to_be_thrown_away() || !V9.is_ready() {
         return Ok(());
     }
     let mut user = least_privileged()?;
@@ -109,7 +109,7 @@ fn c_locked_memory_is_raised_or_asked_for() -> Result<()> {
 #[test]
 fn d_lockdown_is_lived_with() -> Result<()> {
     const FILE: &str = "/sys/kernel/security/lockdown";
-    if !is_guest() || !V9.is_ready() {
+    if !is_to_be_thrown_away() || !V9.is_ready() {
         return Ok(());
     }
     let root = ["attaching", "BPF programs", "lockdown"];

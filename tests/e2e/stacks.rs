@@ -187,14 +187,20 @@ fn stacks_need_no_root() -> Result<()> {
 }
 
 /// Waits until what a command has loaded while it ran is attached: where there is a program for each site, over seconds.
-fn attached_to_all(tracer: &Tracer) -> Result<()> {
-    let descriptors = || std::fs::read_dir(format!("/proc/{}/fd", tracer.pid())).map(Iterator::count);
-    let mut held = 0;
-    while held != descriptors()? {
-        held = descriptors()?;
+fn attached_to_all(tracer: &Tracer, before: usize) -> Result<()> {
+    let mut held = before;
+    for _ in 0..60 {
+        if held > before && held == descriptors(tracer)? {
+            break;
+        }
+        held = descriptors(tracer)?;
         thread::sleep(Duration::from_secs(1));
     }
     Ok(())
+}
+
+fn descriptors(tracer: &Tracer) -> Result<usize> {
+    Ok(std::fs::read_dir(format!("/proc/{}/fd", tracer.pid()))?.count())
 }
 
 /// The interpreter is looked for as soon as there is one: after the shell, which has none, has made way for it.
@@ -212,8 +218,9 @@ fn stacks_are_there_from_the_first_instruction() -> Result<()> {
         std::iter::once(command.get_program()).chain(command.get_args()).filter_map(|word| word.to_str()),
     );
     let tracer = Tracer::start(&words)?.attached()?;
+    let before = descriptors(&tracer)?;
     wait_for_truth(&file, "ready")?;
-    attached_to_all(&tracer)?;
+    attached_to_all(&tracer, before)?;
     std::fs::write(&gate, "")?;
     let traced = tracer.finish()?;
     let mut lines = truth(&file)?;
@@ -251,8 +258,9 @@ fn stacks_of_forked_processes_are_there_from_their_first_allocation() -> Result<
             std::iter::once(command.get_program()).chain(command.get_args()).filter_map(|word| word.to_str()),
         );
         let mut tracer = Tracer::start(&words)?.attached()?;
+        let before = descriptors(&tracer)?;
         wait_for_truth(&file, "ready")?;
-        attached_to_all(&tracer)?;
+        attached_to_all(&tracer, before)?;
         std::fs::write(&gate, "")?;
         // Who has ended before it could be looked at is in no figure.
         let forked = |lines: &[Value]| -> HashSet<u32> {

@@ -746,13 +746,17 @@ pub fn least_privileged() -> Result<User> {
     Ok(user)
 }
 
-/// Whether this is a guest of `cargo xtask vm`, whose settings can be changed for good; says so when not.
+/// Whether this is a guest of `cargo xtask vm`: its processor is an emulated one.
 pub fn is_guest() -> bool {
-    let guest = std::env::var_os("MEMSCOPE_GUEST").is_some();
-    if !guest {
+    std::env::var_os("MEMSCOPE_GUEST").is_some()
+}
+
+/// Whether this machine's settings can be changed for good; says so when not.
+pub fn is_to_be_thrown_away() -> bool {
+    if !is_guest() {
         eprintln!("SKIPPED: this is no guest of `cargo xtask vm`");
     }
-    guest
+    is_guest()
 }
 
 /// The JSON lines of a ground-truth file.

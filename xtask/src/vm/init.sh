@@ -9,6 +9,7 @@ mount -t securityfs security /sys/kernel/security
 mount -t devtmpfs dev /dev
 # Kernel messages would cut the lines of the tests apart.
 dmesg -n 1
+dmesg -c > /dev/null
 for word in $(cat /proc/cmdline); do
     case $word in
     memscope.filter=*) filter=$(echo "${word#memscope.filter=}" | tr , ' ') ;;
@@ -24,7 +25,10 @@ echo "@kernel $(uname -r) $(uname -v)"
 echo "@check $(./memscope-trace check --json | tr -d '\n')"
 failed=0
 for tests in ./deps/*; do
-    MEMSCOPE_GUEST=1 MEMSCOPE_REQUIRE=native:v8,native:v9,python $tests --test-threads 1 --skip containers_ $filter || failed=$?
+    # Containers take overlayfs, which guests lack; and what a hit costs is no figure where an emulator makes the code.
+    MEMSCOPE_GUEST=1 MEMSCOPE_REQUIRE=native:v8,native:v9,python $tests --test-threads 1 --skip containers_ --skip the_share_of_probes_ $filter || failed=$?
 done
+# No program of ours is worth a warning of the kernel's: with panic_on_warn it is the end of the host.
+dmesg | grep -A 20 -e WARNING: -e BUG: && failed=1
 echo "@exit $failed"
 poweroff -f

@@ -193,7 +193,7 @@ impl Drop for Machine {
 fn qemu(arch: Arch, image: &Path, system: &Path, tests: &Tests) -> Command {
     let mut command = Command::new(emulator(arch));
     // Emulation by software is everywhere, and the same everywhere.
-    command.args(["-accel", "tcg,thread=multi", "-smp", "2", "-m", "512"]);
+    command.args(["-accel", "tcg,thread=multi", "-smp", "2", "-m", "1024"]);
     let console = match arch {
         Arch::Amd64 => {
             command.args(["-cpu", "max"]);
