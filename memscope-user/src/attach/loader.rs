@@ -288,6 +288,10 @@ impl Loader {
         self.spares_kernel_memory = spare;
     }
 
+    pub fn spares_kernel_memory(&self) -> bool {
+        self.spares_kernel_memory
+    }
+
     /// The program, loaded for this way of attaching.
     pub fn program(&mut self, program: Program, flavour: Flavour) -> Result<BorrowedFd<'_>, LoadError> {
         let key = (program, flavour);

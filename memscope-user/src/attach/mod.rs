@@ -272,7 +272,9 @@ impl Attacher {
             Ok(link) => attacher.host_links.push(Link::RawTracepoint(link)),
             Err(e) => tracing::warn!("exec of a target will not be noticed: {e}"),
         }
-        match attacher.learn_endings(task.exit_code.unwrap_or(0)) {
+        // Where the kernel's memory is not read, every process would end with 0.
+        let exit_code = task.exit_code.filter(|_| !attacher.loader.spares_kernel_memory());
+        match attacher.learn_endings(exit_code.unwrap_or(0)) {
             Err(e) => tracing::warn!("how targets end will not be known: {e}"),
             // Without the end of those that are never looked at, what they inherit would stay.
             Ok(()) => attacher.try_inheritance(task.tgid),

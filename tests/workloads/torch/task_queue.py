@@ -1,7 +1,10 @@
 """Calls operators that want a workspace, which with TASK_QUEUE_ENABLE=2 torch_npu asks for on its task queue's thread.
 
-Truth: `call` for each workspace, in the order of the calls, with the stack on which the operator was called.
+Truth: `call` for each workspace, in the order of the calls, with the stack on which the operator was called. Then `threads` of
+the same operator, all at once: how often each line calls it.
 """
+
+import threading
 
 from workload import Workload, options
 
@@ -47,6 +50,29 @@ def main():
         recursive(round % 4)
         step()
     run.npu.synchronize()
+
+    def here():
+        return run.stack()[1]
+
+    def repeat(product):
+        run.npu.set_device(args.device)
+        for _ in range(args.rounds):
+            product()
+
+    products = [
+        lambda: (torch.mm(a, b), here())[1],
+        lambda: (torch.mm(a, b), here())[1],
+        lambda: (torch.mm(a, b), here())[1],
+    ]
+    lines = [product() for product in products]
+    threads = [threading.Thread(target=repeat, args=(product,)) for product in products]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    run.npu.synchronize()
+    for line in lines:
+        run.tell("threads", calls=args.rounds + 1, python=[line])
     run.end()
 
 
