@@ -640,6 +640,7 @@ fn an_id_that_comes_again_is_another_process() -> Result<()> {
         }
     }
     let (mut second, second_truth) = again.context("the id was never free")?;
+    let tracer = tracer.attached_to_another(pid)?;
     second.tell("go")?;
     ensure!(second.finish()?.0.success());
     let report = tracer.stop()?.report()?;

@@ -508,28 +508,31 @@ impl Tracer {
 
     /// Waits until it says that it traces something.
     pub fn attached(self) -> Result<Self> {
-        self.says("tracing ")
+        self.says("tracing ", 1)
     }
 
     /// Waits until it says that it traces this process.
     pub fn attached_to(self, pid: u32) -> Result<Self> {
-        self.says(&format!("tracing {pid} "))
+        self.says(&format!("tracing {pid} "), 1)
     }
 
-    fn says(mut self, prefix: &str) -> Result<Self> {
-        if self.said.iter().any(|line| line.starts_with(prefix)) {
-            return Ok(self);
-        }
+    /// The same of another process, which has got the id of one that was traced.
+    pub fn attached_to_another(self, pid: u32) -> Result<Self> {
+        self.says(&format!("tracing {pid} "), 2)
+    }
+
+    fn says(mut self, prefix: &str, times: usize) -> Result<Self> {
         let end = Instant::now() + PATIENCE;
-        while let Ok(line) = self.messages.recv_timeout(end.saturating_duration_since(Instant::now())) {
-            let began = line.starts_with(prefix);
-            self.said.push(line);
-            if began {
-                return Ok(self);
+        while self.said.iter().filter(|line| line.starts_with(prefix)).count() < times {
+            match self.messages.recv_timeout(end.saturating_duration_since(Instant::now())) {
+                Ok(line) => self.said.push(line),
+                Err(_) => {
+                    let _ = self.child.kill();
+                    return Err(anyhow!("the tracer did not attach: {:?}", self.said));
+                }
             }
         }
-        let _ = self.child.kill();
-        Err(anyhow!("the tracer did not attach: {:?}", self.said))
+        Ok(self)
     }
 
     pub fn pid(&self) -> u32 {
