@@ -16,7 +16,7 @@ use memscope::dump::{Config, Format, StackStyle, Writer, rows_of};
 use memscope::model::*;
 use memscope::probes::{elf::Library, mstx_python, torch_npu};
 use memscope::report::document::{Document, Trace};
-use memscope::report::terminal::render;
+use memscope::report::terminal::{View, render};
 
 const DUMPS: [&str; 5] = [
     "ineff_in.csv",
@@ -83,7 +83,7 @@ pub fn dump(path: &Path) {
         let _ = compare::difference(base, other).verdict.to_string();
     }
     let document = Document::new(Trace::default(), &online);
-    let text = render(&document, false, true);
+    let text = render(&document, View { all_frames: true, ..View::default() });
     assert!(!text.chars().any(|c| c.is_control() && c != '\n'), "the report is safe to print: {text:?}");
 }
 

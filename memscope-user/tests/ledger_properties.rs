@@ -355,7 +355,7 @@ proptest! {
         }
         online.finish(|_, _, _| {});
         let document = memscope::report::document::Document::new(Default::default(), &online);
-        let text = memscope::report::terminal::render(&document, false, false);
+        let text = memscope::report::terminal::render(&document, Default::default());
         prop_assert!(!text.is_empty() && text.lines().all(|line| !line.chars().any(char::is_control)));
         prop_assert!(serde_json::to_string(&document).is_ok());
         memscope::report::status::line(&online, 0.0, 0, None);

@@ -78,9 +78,9 @@ impl Online {
         Online { leaks: self.leaks.map(|_| Leaks::showing(steps.clone())), shown_steps: steps, ..self }
     }
 
-    /// Lists so many of the largest and of the latest blocks with each out-of-memory.
-    pub fn with_oom_blocks(self, blocks: usize) -> Self {
-        Online { oom: OutOfMemory::listing(blocks), ..self }
+    /// Lists so many of the largest and of the latest blocks with each out-of-memory; `None`: as many as usual.
+    pub fn with_oom_blocks(self, blocks: Option<usize>) -> Self {
+        Online { oom: blocks.map_or_else(OutOfMemory::default, OutOfMemory::listing), ..self }
     }
 
     pub fn with_inefficient(self, config: inefficient::Config) -> Self {

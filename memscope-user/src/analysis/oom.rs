@@ -26,7 +26,7 @@ const KEPT: usize = 100;
 const HOLDERS_LISTED: usize = 20;
 
 /// Live blocks listed with each, of the largest and of the latest, unless it is said otherwise.
-pub const LISTED: usize = 10;
+const LISTED: usize = 10;
 
 /// One out-of-memory.
 #[derive(Debug, Clone, PartialEq)]

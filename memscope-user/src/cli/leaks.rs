@@ -88,7 +88,7 @@ fn over_steps(args: &LeaksArgs, fail: bool) -> anyhow::Result<(bool, bool)> {
     if args.json {
         print_report(&document)?;
     } else {
-        print(terminal::render(&document, false, false))?;
+        print(terminal::render(&document, terminal::View::default()))?;
     }
     Ok((document.has_leaks(), document.leaks_judged()))
 }

@@ -11,8 +11,8 @@ use super::{
     steps::StepArgs,
 };
 use crate::{
-    analysis::{Online, oom::LISTED},
-    report::terminal::{OOM_BLOCKS_SHOWN, render_oom},
+    analysis::Online,
+    report::terminal::{View, render_oom},
 };
 
 #[derive(Debug, Args)]
@@ -34,12 +34,12 @@ pub(super) fn run(args: OomArgs) -> anyhow::Result<Verdict> {
     let (rule, source) = args.step.parse()?;
     let mut online = Online::new(rule.clone(), false)
         .with_steps_from(&rule, source)
-        .with_oom_blocks(args.blocks.map_or(LISTED, usize::from));
+        .with_oom_blocks(args.blocks.map(usize::from));
     let document = document(&args.dumps, &mut online)?;
     if args.json {
         print_report(&document)?;
     } else {
-        print(render_oom(&document, false, args.blocks.map_or(OOM_BLOCKS_SHOWN, usize::from)))?;
+        print(render_oom(&document, View::with_oom_blocks(args.blocks)))?;
     }
     Ok(Verdict::Fine)
 }

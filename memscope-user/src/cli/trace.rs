@@ -29,7 +29,10 @@ use crate::{
     dump::{Format, StackStyle},
     model::Tgid,
     probes::catalogue::Class,
-    report::{document::Document, terminal},
+    report::{
+        document::Document,
+        terminal::{self, View},
+    },
     trace::{self, Config, DumpSelection, Targets},
 };
 
@@ -106,6 +109,9 @@ pub struct TraceArgs {
     /// Of stacks, show the line of the user's own code, or all lines [user, all]
     #[arg(long, value_name = "WHICH", default_value = "user", help_heading = "Output")]
     show_frames: FramesWord,
+    /// List so many of the largest and of the latest blocks with each out-of-memory [default: 3, with --json 10]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1000), help_heading = "Output")]
+    oom_blocks: Option<u16>,
     /// Exit with code 1 when this is found: a recurring leak, or what keeps the peak up [leaks, inefficient]
     #[arg(long, value_name = "LIST", help_heading = "Output")]
     fail_on: Option<List<FailWord>>,
@@ -288,6 +294,7 @@ impl TraceArgs {
             empty: self.empty_programs,
             record: self.record,
             call_threads: self.call_threads,
+            oom_blocks: self.oom_blocks.map(usize::from),
         })
     }
 }
@@ -308,7 +315,11 @@ fn stacks(words: &[StackWord]) -> anyhow::Result<(Option<u32>, Option<u32>)> {
 
 pub(super) fn run(args: TraceArgs, quiet: bool) -> anyhow::Result<Verdict> {
     let json = args.json;
-    let all_frames = args.show_frames == FramesWord::All;
+    let view = View {
+        colour: output::has_colour(),
+        all_frames: args.show_frames == FramesWord::All,
+        ..View::with_oom_blocks(args.oom_blocks)
+    };
     // Before the trace: afterwards it would be too late to say that the file can not be written.
     let report = args.report.as_deref().map(create_report).transpose()?;
     let fail_on = |word| args.fail_on.as_ref().is_some_and(|list| list.0.contains(&word));
@@ -327,7 +338,7 @@ pub(super) fn run(args: TraceArgs, quiet: bool) -> anyhow::Result<Verdict> {
         outcome.document.notes.push(NOTHING_JUDGED.to_owned());
     }
     progress.end();
-    print(&outcome.document, json, all_frames)?;
+    print(&outcome.document, json, view)?;
     if let Some(mut file) = report {
         serde_json::to_writer(&mut file, &outcome.document).context("can not write the report")?;
         file.flush().context("can not write the report")?;
@@ -357,10 +368,10 @@ fn create_report(path: &Path) -> anyhow::Result<BufWriter<File>> {
     Ok(BufWriter::new(file))
 }
 
-fn print(document: &Document, json: bool, all_frames: bool) -> anyhow::Result<()> {
+fn print(document: &Document, json: bool, view: View) -> anyhow::Result<()> {
     match json {
         true => output::print_report(document),
-        false => output::print(terminal::render(document, output::has_colour(), all_frames)),
+        false => output::print(terminal::render(document, view)),
     }
 }
 

@@ -12,7 +12,7 @@ use crate::model::{DeviceId, Frame, Name, Stack, Tgid, Tid, Whose};
 use leaks::{Group, groups};
 
 /// Single blocks shown with each out-of-memory, unless it is said otherwise: who holds the memory is said before.
-pub const OOM_BLOCKS_SHOWN: usize = 3;
+const OOM_BLOCKS_SHOWN: usize = 3;
 
 /// Sites that failed; the rest is counted.
 const SITES_SHOWN: usize = 10;
@@ -23,9 +23,33 @@ const TARGETS_SHOWN: usize = 10;
 /// Confidence above which inferred steps need no warning.
 const SURE: f64 = 0.75;
 
-/// Renders the report. `colour`: with ANSI sequences, for a terminal. `all_frames`: each leak's whole stack.
-pub fn render(document: &Document, colour: bool, all_frames: bool) -> String {
-    let report = Report::new(document, colour, all_frames);
+/// How much of it, and how.
+#[derive(Debug, Clone, Copy)]
+pub struct View {
+    /// With ANSI sequences, for a terminal.
+    pub colour: bool,
+    /// Each leak's whole stack.
+    pub all_frames: bool,
+    /// Blocks shown with each out-of-memory, of the largest and of the latest.
+    pub oom_blocks: usize,
+}
+
+impl Default for View {
+    fn default() -> Self {
+        View { colour: false, all_frames: false, oom_blocks: OOM_BLOCKS_SHOWN }
+    }
+}
+
+impl View {
+    /// `None`: as many as usual.
+    pub fn with_oom_blocks(blocks: Option<u16>) -> Self {
+        View { oom_blocks: blocks.map_or(OOM_BLOCKS_SHOWN, usize::from), ..View::default() }
+    }
+}
+
+/// Renders the report.
+pub fn render(document: &Document, view: View) -> String {
+    let report = Report::new(document, view);
     let mut out = String::new();
     // A program that failed of it is what its user is here for.
     let failed = report.has_failed();
@@ -54,11 +78,10 @@ pub fn render(document: &Document, colour: bool, all_frames: bool) -> String {
     out
 }
 
-/// Out-of-memories alone, with so many of the largest and of the latest blocks.
-pub fn render_oom(document: &Document, colour: bool, blocks_shown: usize) -> String {
-    let report = Report { blocks_shown, ..Report::new(document, colour, false) };
+/// Out-of-memories alone.
+pub fn render_oom(document: &Document, view: View) -> String {
     let mut out = String::new();
-    report.out_of_memory(&mut out);
+    Report::new(document, view).out_of_memory(&mut out);
     if out.is_empty() {
         line(&mut out, "No allocation failed.");
     }
@@ -69,10 +92,7 @@ struct Report<'a> {
     document: &'a Document,
     /// With devices, each with its programs. More than one process: each is named; more than one program: too.
     processes: BTreeMap<Tgid, BTreeSet<u32>>,
-    /// Stacks are shown whole.
-    all_frames: bool,
-    /// Single blocks beside an out-of-memory.
-    blocks_shown: usize,
+    view: View,
     paint: Paint,
     leaking: Vec<Group<'a>>,
 }
@@ -96,20 +116,13 @@ impl Paint {
 }
 
 impl<'a> Report<'a> {
-    fn new(document: &'a Document, colour: bool, all_frames: bool) -> Self {
+    fn new(document: &'a Document, view: View) -> Self {
         let mut processes: BTreeMap<Tgid, BTreeSet<u32>> = BTreeMap::new();
         for device in &document.devices {
             processes.entry(device.pid).or_default().insert(device.program);
         }
-        let (paint, blocks_shown) = (Paint { colour }, OOM_BLOCKS_SHOWN);
-        Report {
-            document,
-            processes,
-            all_frames,
-            blocks_shown,
-            paint,
-            leaking: groups(document, "recurring"),
-        }
+        let (paint, leaking) = (Paint { colour: view.colour }, groups(document, "recurring"));
+        Report { document, processes, view, paint, leaking }
     }
 }
 
@@ -246,7 +259,7 @@ impl Report<'_> {
 
     /// All frames of a stack, innermost first, where they are asked for.
     fn frames(&self, out: &mut String, stack: &Stack) {
-        if !self.all_frames {
+        if !self.view.all_frames {
             return;
         }
         let whose = if stack.whose() == Whose::Via { "via main: " } else { "" };

@@ -149,6 +149,8 @@ pub struct Config {
     pub record: Option<PathBuf>,
     /// See [`crate::attach::Config::call_threads`].
     pub call_threads: Option<u32>,
+    /// See [`Online::with_oom_blocks`].
+    pub oom_blocks: Option<usize>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -250,7 +252,7 @@ pub async fn run(config: Config, progress: &mut dyn Progress) -> Result<Outcome,
     let (exits, mut exited) = mpsc::unbounded_channel();
     let mut online =
         Online::new(config.steps.clone(), config.leaks).with_steps_from(&config.steps, config.steps_from);
-    online = online.showing_steps(config.only_steps.clone());
+    online = online.showing_steps(config.only_steps.clone()).with_oom_blocks(config.oom_blocks);
     if let Some(inefficient) = &config.inefficient {
         online = online.with_inefficient(inefficient.clone());
     }

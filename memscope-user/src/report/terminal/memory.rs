@@ -189,7 +189,7 @@ impl Report<'_> {
         if !blocks.is_empty() {
             line(out, &format!("  {heading}:"));
         }
-        for block in blocks.iter().take(self.blocks_shown) {
+        for block in blocks.iter().take(self.view.oom_blocks) {
             let mut text = format!(
                 "    {:>9}  {} at {}, step {}",
                 units::bytes(block.size),

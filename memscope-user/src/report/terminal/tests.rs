@@ -20,7 +20,7 @@ fn document(events: &[Event], trace: Trace) -> Document {
 
 fn rendered(events: &[Event]) -> String {
     let received = Events { received: events.len() as u64, lost: 0 };
-    render(&document(events, Trace { events: received, ..Trace::default() }), false, false)
+    render(&document(events, Trace { events: received, ..Trace::default() }), View::default())
 }
 
 /// Line by line, so that a difference shows where it is.
@@ -58,7 +58,7 @@ fn leaks_are_named_by_their_lines() {
         });
     }
     let document = document(&script.events, Trace::default());
-    let text = render(&document, false, false);
+    let text = render(&document, View::default());
     assert_eq!(
         text.lines().skip(1).take(6).collect::<Vec<_>>(),
         [
@@ -72,7 +72,7 @@ fn leaks_are_named_by_their_lines() {
     );
     assert!(!text.contains("module.py"), "{text}");
 
-    let text = render(&document, false, true);
+    let text = render(&document, View { all_frames: true, ..View::default() });
     let own = text.lines().skip_while(|line| !line.contains("train.py:12")).skip(3);
     let own: Vec<&str> = own.take(3).collect();
     assert_eq!(
@@ -108,7 +108,7 @@ fn callers_of_a_line_are_told_apart() {
     }
     let document = document(&script.events, Trace::default());
     let after_leak = |all_frames| {
-        let text = render(&document, false, all_frames);
+        let text = render(&document, View { all_frames, ..View::default() });
         text.lines().skip(3).take(8).map(str::to_owned).collect::<Vec<_>>()
     };
     let callers = after_leak(false);
@@ -124,7 +124,7 @@ fn callers_of_a_line_are_told_apart() {
 fn a_device_on_which_nothing_happened_is_told_from_a_trace_without_memory() {
     let mut document = document(&leak6(), Trace::default());
     document.select(&[99]);
-    let text = render(&document, false, false);
+    let text = render(&document, View::default());
     assert!(
         text.contains("Note: nothing happened on device 99 (--device); there was memory on device 0"),
         "{text}"
@@ -169,7 +169,7 @@ fn showing(events: &[Event], steps: StepSet) -> Document {
 fn selected_steps_are_told_of_alone_and_judged_by_all() {
     let events = every_tenth().events;
     let document = showing(&events, StepSet::of([5..=5, 15..=15]));
-    let text = render(&document, false, false);
+    let text = render(&document, View::default());
     let lines: Vec<&str> = text.lines().take(6).collect();
     assert_eq!(
         lines,
@@ -187,11 +187,11 @@ fn selected_steps_are_told_of_alone_and_judged_by_all() {
     assert_eq!((steps, document.devices[0].not_judged_total.blocks), (vec![5, 15], 0));
 
     // Of one step alone it is known that its like recurs.
-    let one = render(&showing(&events, StepSet::of([25..=25])), false, false);
+    let one = render(&showing(&events, StepSet::of([25..=25])), View::default());
     assert!(one.starts_with("1 leak: 64.0 KiB in 1 block\n") && one.contains(", step 25, "), "{one}");
-    let whole = render(&showing(&events, StepSet::of([1..=95])), false, false);
+    let whole = render(&showing(&events, StepSet::of([1..=95])), View::default());
     assert!(whole.contains(", 9 of the 81 selected steps from 5 to 85, "), "{whole}");
-    let young = render(&showing(&events, StepSet::of([94..=95])), false, false);
+    let young = render(&showing(&events, StepSet::of([94..=95])), View::default());
     assert!(young.contains("Not judged: 3 blocks, 192 KiB\n"), "{young}");
 }
 
@@ -200,7 +200,7 @@ fn of_steps_that_are_not_judged_nothing_is_said() {
     let events = every_tenth().events;
     let document = showing(&events, StepSet::of([1..=1, 400..=500]));
     assert!(!document.leaks_judged());
-    let text = render(&document, false, false);
+    let text = render(&document, View::default());
     assert!(
         text.starts_with("Leaks not judged: of the selected steps none is among those that were, 2-94.\n"),
         "{text}"
@@ -245,7 +245,7 @@ fn a_leak_is_the_headline() {
         ..Trace::default()
     };
     assert_text(
-        &render(&document(&events[..=cut], trace), false, false),
+        &render(&document(&events[..=cut], trace), View::default()),
         &[
             "1 leak: 12.0 MiB in 4 blocks",
             "LEAK device 0 PTA: +3.00 MiB/step around aten.empty.memory_format",
@@ -325,7 +325,7 @@ fn without_steps_it_says_what_could_be_one() {
     let rule = StepRule::default();
     let mut unstepped = Online::new(rule.clone(), true).with_steps_from(&rule, StepsFrom::None);
     script.events.iter().for_each(|event| drop(unstepped.apply(event)));
-    let text = render(&Document::new(Trace::default(), &unstepped), false, false);
+    let text = render(&Document::new(Trace::default(), &unstepped), View::default());
     assert!(text.starts_with("Leaks not judged: there are no steps (--steps-from none).\n"), "{text}");
     assert!(text.ends_with("Next: leaks are judged by steps: leave --steps-from none out\n"), "{text}");
     script.events.retain(|event| !matches!(event.kind, EventKind::Mark { .. }));
@@ -354,7 +354,7 @@ fn loss_makes_figures_a_lower_bound() {
         });
     }
     let trace = Trace { events: Events { received: 12, lost: 1234 }, ..Trace::default() };
-    let text = render(&document(&script.events, trace), false, false);
+    let text = render(&document(&script.events, trace), View::default());
     let head: Vec<&str> = text.lines().take(3).collect();
     assert_eq!(
         head,
@@ -408,7 +408,7 @@ fn out_of_memory_names_the_lines_that_hold_it() {
         s.fail(MAIN, 64 * MIB, 64 * MIB);
     });
     let document = document(&script.events, Trace { offline: true, ..Trace::default() });
-    let text = render_oom(&document, false, OOM_BLOCKS_SHOWN);
+    let text = render_oom(&document, View::default());
     let lines: Vec<&str> = text.lines().skip_while(|line| !line.starts_with("  held")).collect();
     assert_eq!(lines[0], "  held by line of the program:");
     assert_eq!(lines[1], "     54.0 MiB  PTA in 9 blocks of up to 6.00 MiB, at project/train.py:7 in main");
@@ -416,7 +416,7 @@ fn out_of_memory_names_the_lines_that_hold_it() {
     assert_eq!(lines[HOLDERS_SHOWN + 1], "     3.00 MiB  held by 3 other lines");
     let blocks = |text: &str| text.lines().filter(|line| line.contains("  PTA at 0x")).count();
     assert_eq!(blocks(&text), 2 * OOM_BLOCKS_SHOWN, "the largest and the latest");
-    assert_eq!(blocks(&render_oom(&document, false, 8)), 16);
+    assert_eq!(blocks(&render_oom(&document, View::with_oom_blocks(Some(8)))), 16);
 }
 
 /// A prefetching loader of varying length: one line of the program, blocks of many sizes.
@@ -449,7 +449,7 @@ fn late_blocks_of_a_line_are_one_line() {
 fn the_next_step_with_a_dump_is_about_dumps() {
     let of = |events: &[Event]| {
         let trace = Trace { offline: true, events: Events { received: 1, lost: 0 }, ..Trace::default() };
-        render(&document(events, trace), false, false)
+        render(&document(events, trace), View::default())
     };
     let nothing = of(&[]);
     assert!(
@@ -482,7 +482,7 @@ fn programs_of_one_process_are_told_apart() {
     let document = document(&script.events, Trace::default());
     let programs: Vec<u32> = document.devices.iter().map(|device| device.program).collect();
     assert_eq!(programs, [1, 2]);
-    let text = render(&document, false, false);
+    let text = render(&document, View::default());
     for program in [1, 2] {
         assert!(text.contains(&format!("\n  process 100 (program {program}) device 0")), "{text}");
     }
@@ -529,7 +529,8 @@ fn processes_are_told_apart_and_host_memory_is_named() {
 fn colour_only_where_it_is_wanted() {
     let document = document(&leak6(), Trace::default());
     let note = "Note: leaks are as of aclFinalize; what was freed after it does not count as freed\n";
-    let (plain, coloured) = (render(&document, false, false), render(&document, true, false));
+    let (plain, coloured) =
+        (render(&document, View::default()), render(&document, View { colour: true, ..View::default() }));
     assert!(!plain.contains('\x1b') && plain.contains(note));
     assert!(
         coloured
@@ -603,12 +604,12 @@ fn inferred(script: &Script) -> Document {
 fn inferred_steps_are_said_to_be_inferred() {
     let document = inferred(&unmarked_loop(10));
     assert!(!document.steps.is_empty() && document.steps.iter().all(|step| step.inferred));
-    let text = render(&document, false, false);
+    let text = render(&document, View::default());
     let lines: Vec<&str> = text.lines().collect();
     assert_eq!(lines[0], "1 leak: 6.00 MiB in 6 blocks");
     assert_eq!(lines[1], "Steps inferred from operators: 8 of 8 end with the same optimizer");
 
-    let few = render(&inferred(&unmarked_loop(3)), false, false);
+    let few = render(&inferred(&unmarked_loop(3)), View::default());
     let unsure =
         "Steps inferred from operators: 1 of 1 end with the same optimizer; they may be something else";
     assert!(few.lines().any(|line| line.starts_with(unsure)), "{few}");
@@ -620,7 +621,7 @@ fn inefficient_memory_is_reported_when_asked_for() {
     let mut online = Online::new(StepRule::default(), false).with_inefficient(Config::new(Rules::MEMSCOPE));
     unmarked_loop(3).events.into_iter().for_each(|event| online.feed(event, |_, _, _| {}));
     online.finish(|_, _, _| {});
-    let text = render(&Document::new(Trace::default(), &online), false, false);
+    let text = render(&Document::new(Trace::default(), &online), View::default());
     assert!(text.contains("\nInefficient memory, by the rules of msMemScope"), "{text}");
     assert!(text.contains("\n  no operator was seen to use any block: nothing can be said\n"), "{text}");
 }
@@ -695,7 +696,7 @@ fn a_process_without_steps_is_not_passed_over() {
     let of_worker =
         worker.events.into_iter().map(|event| Event { tgid: Tgid(4556), tid: Tid(4556), ..event });
     let events: Vec<Event> = of_worker.chain(s.events).collect();
-    let text = render(&document(&events, Trace::default()), false, false);
+    let text = render(&document(&events, Trace::default()), View::default());
     let head: Vec<&str> = text.lines().take(2).collect();
     assert_eq!(
         head,
@@ -715,7 +716,7 @@ fn of_many_processes_those_that_used_most_are_shown() {
             s.events.into_iter().map(move |event| Event { tgid: Tgid(pid), tid: Tid(pid), ..event })
         })
         .collect();
-    let text = render(&document(&events, Trace::default()), false, false);
+    let text = render(&document(&events, Trace::default()), View::default());
     let memory = text.split_once("Memory\n").expect("a section").1;
     let shown =
         memory.lines().filter(|line| line.starts_with("  process ") && line.contains(" device ")).count();
