@@ -6,7 +6,6 @@ use std::{
     os::unix::fs::{PermissionsExt, symlink},
     path::{Path, PathBuf},
     process::Command,
-    slice,
 };
 
 use anyhow::{Context, bail};
@@ -54,11 +53,10 @@ pub fn build(arch: Arch, packages: &mut Packages, tests: &Tests) -> anyhow::Resu
     tree.copy(&pythons.programs, "usr/bin")?;
     tree.copy(&pythons.modules, "usr/lib")?;
     tree.copy(&libraries(&pythons.libraries)?, "lib")?;
-    let workload = root().join("tests/workloads/python/stacks.py");
-    tree.copy_all(&packages.compiled(&workload)?, "usr/lib")?;
-    let place = workload.parent().unwrap_or(&workload);
-    fs::create_dir_all(tree.path(place))?;
-    tree.copy(slice::from_ref(&workload), place)?;
+    let workloads = root().join("tests/workloads/python");
+    tree.copy_all(&packages.compiled(&workloads.join("stacks.py"))?, "usr/lib")?;
+    fs::create_dir_all(tree.path(&workloads))?;
+    tree.copy_all(&workloads, &workloads)?;
     tree.strip(built(TRACER)?, &Path::new("memscope").join(TRACER))?;
     for (n, name) in TESTS.into_iter().enumerate() {
         tree.strip(built(name)?, &Path::new("memscope/deps").join(format!("{n}-{name}")))?;

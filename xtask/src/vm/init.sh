@@ -10,6 +10,9 @@ mount -t devtmpfs dev /dev
 # Kernel messages would cut the lines of the tests apart.
 dmesg -n 1
 dmesg -c > /dev/null
+# While a huge page is put together, its pages are not there for programs that may not wait: frames without a name, which
+# tests of every name can not have.
+echo never > /sys/kernel/mm/transparent_hugepage/enabled
 for word in $(cat /proc/cmdline); do
     case $word in
     memscope.filter=*) filter=$(echo "${word#memscope.filter=}" | tr , ' ') ;;
