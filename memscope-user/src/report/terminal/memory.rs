@@ -268,7 +268,7 @@ pub(super) fn reserve(series: &ReserveFacts) -> Option<String> {
     let peak = points.iter().map(|point| point.peak_allocated).max()?;
     let begin = first.step.0 + 1 - first.steps.min(first.step.0);
     let mut text = format!(
-        "over steps {begin}-{} at most {} allocated of {} reserved",
+        "over steps {begin}-{} at most {} allocated, {} reserved",
         last.step,
         units::bytes(peak),
         units::bytes(last.reserved)
@@ -277,13 +277,14 @@ pub(super) fn reserve(series: &ReserveFacts) -> Option<String> {
         Some(pair) => {
             let (before, after) = (pair[0].reserved, pair[1].reserved);
             let how = if after > before { "grew" } else { "shrank" };
-            let _ = write!(text, ", which last {how} by {} in ", units::bytes(before.abs_diff(after)));
+            let _ =
+                write!(text, " in the end, which last {how} by {} in ", units::bytes(before.abs_diff(after)));
             let _ = match pair[1].steps {
                 1 => write!(text, "step {}", pair[1].step),
                 several => write!(text, "steps {}-{}", pair[1].step.0 + 1 - several, pair[1].step),
             };
         }
-        None => text.push_str(", the same throughout"),
+        None => text.push_str(" throughout"),
     }
     // It had room for all that was needed, and took more. What it had given back before is no such room.
     if points.windows(2).any(|pair| {

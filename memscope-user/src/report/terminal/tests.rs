@@ -257,7 +257,7 @@ fn a_leak_is_the_headline() {
             "Memory",
             "  device 0: 40.0 MiB from the driver since attach: 40.0 MiB in segments of PTA, 0 B in no pool",
             "    PTA  19.0 MiB allocated of 40.0 MiB reserved  seen since attach: 19.0 MiB live in 7 blocks, peak 36.0 MiB",
-            "    PTA: over steps 2-6 at most 36.0 MiB allocated of 40.0 MiB reserved, the same throughout",
+            "    PTA: over steps 2-6 at most 36.0 MiB allocated, 40.0 MiB reserved throughout",
             "    PTA: 21.0 MiB free in 2 segments of 40.0 MiB, in 2 pieces, the largest 17.0 MiB; 1 segment of 20.0 MiB less \
              than a quarter full, for 3.00 MiB",
             "Events: 40,120 received, none lost; 1 of 2 sites attached",
@@ -651,7 +651,7 @@ fn a_reserve_that_grows_for_nothing_is_said_to() {
     assert_eq!(
         said(&[(10, 20), (30, 40), (30, 40)]).as_deref(),
         Some(
-            "over steps 2-4 at most 30.0 MiB allocated of 40.0 MiB reserved, which last grew by 20.0 MiB in step 3"
+            "over steps 2-4 at most 30.0 MiB allocated, 40.0 MiB reserved in the end, which last grew by 20.0 MiB in step 3"
         )
     );
     let fragmented = said(&[(30, 40), (29, 44), (10, 42)]).expect("a series");
