@@ -281,6 +281,20 @@ fn lines_that_have_moved_are_the_same() {
     assert!(verdict.contains(": 1 block from add at job/train.py:99 in main"), "{verdict}");
 }
 
+/// Of two traces of different length, the longer one's operators have allocated and freed more.
+#[test]
+fn what_operators_have_more_of_is_put_into_proportion() {
+    let round = "op add, +PTA 1 4096, op relu, -PTA 1";
+    let long = [round; 3].join(", ");
+    let text = memscope::report::compare::render(&difference(&whole(round), &whole(&long)));
+    assert!(
+        text.contains("by the operator around it (what some allocate others free: in all ±0):\n    +8.00 KiB  add"),
+        "{text}"
+    );
+    let text = memscope::report::compare::render(&difference(&whole(round), &whole("op add, +PTA 1 9216")));
+    assert!(text.contains("by the operator around it:\n"), "{text}");
+}
+
 #[test]
 fn the_leak_of_a_real_dump_is_named() {
     let difference = between_steps(&fixture("leak6.csv"), 3, 5);

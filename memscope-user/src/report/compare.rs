@@ -10,6 +10,9 @@ use super::units;
 /// Operators shown of each memory; the rest is counted.
 const OPERATORS_SHOWN: usize = 20;
 
+/// So many times the sum of all, what one operator allocates more is freed by others.
+const CANCEL: u64 = 4;
+
 /// Lines of the program shown of each memory, or kinds of blocks; the rest is counted.
 const LINES_SHOWN: usize = 10;
 
@@ -93,7 +96,15 @@ fn operators(out: &mut String, memory: &MemoryDifference) {
     if changed.is_empty() {
         return;
     }
-    line(out, "  allocated less freed, by the operator around it:");
+    // Two traces of different length: what the longer one has allocated and freed more stands at different operators.
+    let sum = memory.ops.iter().fold(0i64, |sum, op| sum.saturating_add(op.net_diff));
+    let most = changed.iter().map(|op| op.net_diff.unsigned_abs()).max().unwrap_or(0);
+    let mut text = "  allocated less freed, by the operator around it".to_owned();
+    if most / CANCEL > sum.unsigned_abs() {
+        let _ = write!(text, " (what some allocate others free: in all {})", units::growth(sum));
+    }
+    text.push(':');
+    line(out, &text);
     for op in changed.iter().take(OPERATORS_SHOWN) {
         let name = op.name.as_deref().unwrap_or("before the first operator");
         let (net, peak) = (units::growth(op.net_diff), units::growth(op.peak_diff));
