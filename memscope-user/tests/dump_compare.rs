@@ -288,7 +288,9 @@ fn what_operators_have_more_of_is_put_into_proportion() {
     let long = [round; 3].join(", ");
     let text = memscope::report::compare::render(&difference(&whole(round), &whole(&long)));
     assert!(
-        text.contains("by the operator around it (what some allocate others free: in all ±0):\n    +8.00 KiB  add"),
+        text.contains(
+            "by the operator around it (what some allocate others free: in all ±0):\n    +8.00 KiB  add"
+        ),
         "{text}"
     );
     let text = memscope::report::compare::render(&difference(&whole(round), &whole("op add, +PTA 1 9216")));

@@ -5,6 +5,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use anyhow::ensure;
+
 use crate::{
     analysis::{Online, infer_steps::StepInference},
     dump::{
@@ -32,6 +34,8 @@ pub(super) fn each_row(paths: &[PathBuf], mut row: impl FnMut(&NumberedRow)) -> 
     }
     let unread = problems.total;
     if unread > 0 {
+        // Each verb would find nothing, and say so.
+        ensure!(count > 0, "no row can be read: {problems}");
         tracing::warn!("{problems}: what follows rests on the other {}", units::count_of(count, "row"));
     }
     let missing = (unread > 0).then(|| problems.to_string());

@@ -6,13 +6,14 @@
 //! A [`Profiler`] reads a dump once and profiles one or two parts of it: the whole, or a step. [`difference`] compares
 //! two profiles, of one dump or of two.
 
+use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use rustc_hash::FxHashMap;
 use serde::Serialize;
 
+use super::lines;
 use crate::dump::Row;
 use crate::dump::read::NumberedRow;
 use crate::model::{
@@ -643,30 +644,13 @@ fn uses<K: Eq + std::hash::Hash>(
     differences
 }
 
-/// Lines of the base as the other side numbers them. Between two versions of a program lines move: those of a function
-/// that only one side has, as many on either, are the same ones in order.
+/// Lines of the base as the other side numbers them.
 fn moved(base: FxHashMap<Group, Fates>, compare: &FxHashMap<Group, Fates>) -> FxHashMap<Group, Fates> {
-    let places = |groups: &FxHashMap<Group, Fates>| -> BTreeSet<Frame> {
-        groups.keys().filter_map(|(_, place)| place.clone()).collect()
-    };
-    let (of_base, of_compare) = (places(&base), places(compare));
-    let mut functions: BTreeMap<(&Name, &Name), [Vec<&Frame>; 2]> = BTreeMap::new();
-    for (side, lines) in
-        [of_base.difference(&of_compare), of_compare.difference(&of_base)].into_iter().enumerate()
-    {
-        for line in lines {
-            functions.entry((&line.file, &line.function)).or_default()[side].push(line);
-        }
-    }
-    let renamed: FxHashMap<&Frame, &Frame> = functions
-        .values()
-        .filter(|[base, compare]| base.len() == compare.len())
-        .flat_map(|[base, compare]| base.iter().copied().zip(compare.iter().copied()))
-        .collect();
-    if renamed.is_empty() {
+    let moved = lines::moved(base.keys(), compare.keys());
+    if moved.is_empty() {
         return base;
     }
-    let rename = |place: Frame| renamed.get(&place).map_or(place.clone(), |renamed| (*renamed).clone());
+    let rename = |place: Frame| moved.get(&place).cloned().unwrap_or(place);
     base.into_iter().map(|((like, place), fates)| ((like, place.map(rename)), fates)).collect()
 }
 

@@ -2,6 +2,7 @@
 
 mod align;
 mod difference;
+mod lines;
 mod table;
 
 pub use align::Method;

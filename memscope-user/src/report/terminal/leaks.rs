@@ -13,6 +13,8 @@ use crate::report::units;
 /// Lines of each list; the rest is counted.
 pub(super) const GROUPS_SHOWN: usize = 20;
 const CALLERS_SHOWN: usize = 4;
+/// Of so many blocks at least it is said that fewer come lately: when less than two of five are of the later half.
+const SLOWING_MIN: usize = 32;
 const LATE_SHOWN: usize = 10;
 const NOT_JUDGED_SHOWN: usize = 5;
 
@@ -61,6 +63,12 @@ impl Report<'_> {
             text.push_str(&threads(&group.blocks));
             let _ = write!(text, ", first at {}", first.ptr);
             line(out, &text);
+            if slows_down(group, group.device.last_step_ended.0.saturating_sub(1)) {
+                line(
+                    out,
+                    "     fewer of them lately: a cache that fills up looks like this, and stops when it is full",
+                );
+            }
             self.callers(out, group);
         }
         if let Some(more) = groups.len().checked_sub(GROUPS_SHOWN).filter(|more| *more > 0) {
@@ -266,6 +274,14 @@ impl Report<'_> {
             line(out, &format!("  and {} smaller", units::count(more)));
         }
     }
+}
+
+/// Whether clearly fewer of the blocks are of the later half of the steps that were judged, from the second on.
+fn slows_down(group: &Group<'_>, last_judged: u32) -> bool {
+    let blocks = group.blocks.len();
+    let later =
+        group.blocks.iter().filter(|block| 2 * u64::from(block.step.0) > u64::from(last_judged) + 2).count();
+    blocks >= SLOWING_MIN && 5 * later < 2 * blocks
 }
 
 /// Leaks of a pattern, alike ones together, most bytes first.

@@ -557,6 +557,27 @@ fn lists_of_steps_are_short() {
 }
 
 #[test]
+fn that_a_leak_slows_down_is_said() {
+    let loop_of = |leaks: fn(u64) -> bool| {
+        let mut script = Script::new();
+        for step in 1..=64u64 {
+            script.step(|s| {
+                s.op("fill");
+                if leaks(step) {
+                    s.alloc(0x1000 * step, 1024);
+                }
+            });
+        }
+        rendered(&script.events)
+    };
+    let hint = "fewer of them lately: a cache that fills up looks like this";
+    let text = loop_of(|step| step <= 32 || step % 3 == 0);
+    assert!(text.contains("LEAK ") && text.contains(hint), "{text}");
+    let text = loop_of(|_| true);
+    assert!(text.contains("LEAK ") && !text.contains(hint), "{text}");
+}
+
+#[test]
 fn long_lists_are_cut_and_the_rest_counted() {
     let mut script = Script::new();
     for step in 1..=5u64 {
