@@ -166,6 +166,8 @@ struct Block {
     begun: bool,
     /// Initialised, and not accessed since: where, how much and when.
     initialised: Option<(DevicePtr, u64, At)>,
+    /// A pool has cut blocks out of it. It is as they are.
+    is_segment: bool,
     since_alloc: SinceAlloc,
     since_access: SinceAccess,
 }
@@ -372,6 +374,7 @@ impl Process {
             used: None,
             begun: false,
             initialised: None,
+            is_segment: false,
             since_alloc: Marks::NONE,
             since_access: Marks::NONE,
         };
@@ -384,6 +387,14 @@ impl Process {
         }
         region.timeline.add(size);
         self.blocks.insert(pool, block);
+        // msMemScope makes no such difference.
+        if matches!(self.config.rules, Rules::Drgpum { .. })
+            && pool != Pool::Hal
+            && let Some(slot) = self.blocks.find(Some(Pool::Hal), None, ptr)
+            && let Some(around) = self.blocks.get_mut(slot)
+        {
+            around.is_segment = true;
+        }
     }
 
     pub fn access(
@@ -771,7 +782,9 @@ impl Judge<'_> {
                     let span = Span { from: used, to: at, call_between };
                     self.since_access(&block, Pattern::LateDeallocation, span);
                 }
-                self.reuse(&block, used, at);
+                if !block.is_segment {
+                    self.reuse(&block, used, at);
+                }
             }
             None => self.unused(&block, at),
         }
@@ -864,7 +877,7 @@ impl Judge<'_> {
     ) {
         let mark = patterns.iter().position(|known| *known == pattern).and_then(|at| marks.of_site[at]);
         // No mark: the pattern is not looked for.
-        let (Some(mark), Some(of_region)) = (mark, marks.of_region) else { return };
+        let (Some(mark), Some(of_region), false) = (mark, marks.of_region, block.is_segment) else { return };
         let Region { timeline, sites, without, .. } = &mut *self.region;
         sites[block.site as usize].groups[pattern as usize].profile.waste(mark, block.size, timeline);
         without.waste(of_region, block.size, timeline);

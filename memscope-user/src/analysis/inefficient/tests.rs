@@ -544,6 +544,30 @@ fn where_no_access_is_seen_nothing_is_said() {
     assert!(found.is_empty() && report.pools.is_empty(), "{found:?} {report:?}");
 }
 
+/// What operators use of it are the pool's blocks.
+#[test]
+fn a_segment_of_a_pool_is_not_unused() {
+    let tid = 1;
+    let alloc = |pool, block, size| Act::Alloc { tid, pool, block, size };
+    let free = |pool, block| Act::Free { tid, pool, block };
+    let (hal, pta) = (Pool::Hal, Pool::Pta);
+    let used = Act::Access { tid, pool: hal, block: 5, kind: AccessKind::Read };
+    let acts = [
+        alloc(hal, 1, 0x3000),
+        alloc(hal, 5, 10),
+        used,
+        alloc(hal, 7, 10),
+        alloc(pta, 2, 10),
+        free(pta, 2),
+        free(hal, 1),
+        free(hal, 7),
+        free(hal, 5),
+    ];
+    let config = Config { patterns: vec![Pattern::UnusedAllocation], ..Config::new(Rules::DRGPUM) };
+    let unused: Vec<_> = analyse(&acts, &config).0.iter().map(|found| found.allocation_id).collect();
+    assert_eq!(unused, [Some(AllocationId(7))]);
+}
+
 #[test]
 fn what_is_kept_does_not_grow_with_the_stream() {
     let kept = |rounds: u64| {
