@@ -293,7 +293,7 @@ fn calls_that_find_no_room_are_counted() -> Result<()> {
         } else {
             assert!(report.lost() > 100, "{notes}");
             let said = format!("of {} calls no return was seen", report.lost());
-            assert!(notes.contains(&said), "{said}: {notes}");
+            assert!(notes.replace(',', "").contains(&said), "{said}: {notes}");
         }
     }
     Ok(())
