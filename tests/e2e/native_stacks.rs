@@ -19,10 +19,13 @@ const OURS: &str = "native_workload::stacks::";
 
 /// The workload of known stacks, after its first round, which is for what is done once.
 fn ready(dir: &Path, rounds: &str) -> Result<(Target, PathBuf)> {
+    start(GROUND.command(&[]), dir, rounds)
+}
+
+fn start(mut workload: Command, dir: &Path, rounds: &str) -> Result<(Target, PathBuf)> {
     let file = dir.join("truth.jsonl");
-    let (truth_file, gates) = (file.to_string_lossy(), dir.to_string_lossy());
-    let target =
-        Target::start(GROUND.command(&["--truth", &truth_file, "stacks", &gates, "--rounds", rounds]))?;
+    workload.arg("--truth").arg(&file).arg("stacks").arg(dir).args(["--rounds", rounds]);
+    let target = Target::start(workload)?;
     wait_for_round(&file, 1)?;
     Ok((target, file))
 }
@@ -181,7 +184,7 @@ gdb.execute("detach")
     );
     std::fs::write(&script, text)?;
     let pid = pid.to_string();
-    // A host-wide tracer elsewhere that detaches takes gdb's breakpoint away with its probe: gdb then waits for ever.
+    // Without its breakpoint gdb waits for ever.
     let gdb = ["120", "gdb", "-nx", "-batch", "-p", &pid, "-x"];
     let found = Command::new("timeout").args(gdb).arg(&script).output()?;
     let chains = std::fs::read_to_string(&output).unwrap_or_default();
@@ -204,8 +207,11 @@ fn stacks_are_what_gdb_finds() -> Result<()> {
         eprintln!("SKIPPED: there is no gdb");
         return Ok(());
     }
-    let dir = tempfile::tempdir()?;
-    let (target, file) = ready(dir.path(), "4")?;
+    // With libraries of its own: of a file, the last tracer that detaches anywhere takes gdb's breakpoints for its probes.
+    let (dir, parent) = (tempfile::tempdir()?, tempfile::tempdir()?);
+    let ground = parent.path().join("ground");
+    ensure!(Command::new("cp").arg("-r").arg(GROUND.dir()).arg(&ground).status()?.success(), "no copy");
+    let (target, file) = start(Command::new(ground.join("native-workload")), dir.path(), "4")?;
     let pid = target.pid();
     let traced = traced(&target, dir.path(), &file, 1, &["--call-stack", "c:128"])?;
     let stacks = dumped(&traced, pid)?;
