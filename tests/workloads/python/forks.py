@@ -12,6 +12,8 @@ import sys
 import threading
 import time
 
+from frames import frames
+
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--library", required=True, help="the library with aclrtMalloc")
 parser.add_argument("--truth", required=True, metavar="FILE")
@@ -32,13 +34,7 @@ def tell(event, **fields):
 
 
 def here():
-    frame, found = sys._getframe(1), []
-    while frame:
-        code = frame.f_code
-        function = getattr(code, "co_qualname", code.co_name)
-        found.append({"file": code.co_filename, "function": function, "line": frame.f_lineno})
-        frame = frame.f_back
-    return found
+    return frames(sys._getframe(1))
 
 
 def allocate(kind):

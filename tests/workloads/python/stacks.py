@@ -15,6 +15,8 @@ import sys
 import threading
 import time
 
+from frames import frames
+
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--library", required=True, help="the library with aclrtMalloc")
 parser.add_argument("--truth", required=True, metavar="FILE")
@@ -34,16 +36,6 @@ def tell(event, **fields):
         print(json.dumps({"event": event, **fields}), file=out)
 
 
-def frames():
-    frame, found = sys._getframe(2), []
-    while frame:
-        code = frame.f_code
-        function = getattr(code, "co_qualname", code.co_name)
-        found.append({"file": code.co_filename, "function": function, "line": frame.f_lineno})
-        frame = frame.f_back
-    return found
-
-
 def allocate(kind):
     for gil, library in LIBRARIES.items():
         pointer = ctypes.c_void_p()
@@ -54,7 +46,7 @@ def allocate(kind):
 
 
 def here():
-    return frames()
+    return frames(sys._getframe(1))
 
 
 def recurse(depth, kind):
