@@ -299,13 +299,6 @@ fn calls_that_find_no_room_are_counted() -> Result<()> {
     Ok(())
 }
 
-/// The ground, under a name of its own.
-fn copy_of(ground: Ground, to: &Path) -> Result<()> {
-    let status = Command::new("cp").arg("-r").arg(ground.dir()).arg(to).status()?;
-    ensure!(status.success(), "can not copy {}", ground.dir().display());
-    Ok(())
-}
-
 /// What a terminal must not be sent, and no file should hold.
 fn is_harmful(c: char) -> bool {
     c.is_control() && c != '\n' || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2028}' | '\u{2029}')
@@ -333,7 +326,7 @@ fn no_text_of_a_target_gets_through() -> Result<()> {
     }
     let parent = tempfile::tempdir()?;
     let evil = parent.path().join(OsStr::from_bytes(b"=1+1\x1b[2J\n\"x\",'y' \xff\xfe"));
-    copy_of(V9, &evil)?;
+    V9.copy_to(&evil)?;
     let file = evil.join("\x1b[31m");
     let mut command = Command::new(evil.join("native-workload"));
     command.args(["--wait-stdin", "--truth"]).arg(&file).args(["hostile", "44"]);
@@ -404,7 +397,7 @@ fn target_pid(text: &str) -> Result<u32> {
 /// The workload on a copy of its libraries, held at its beginning; with the directory of the copy and the file of its truth.
 fn held_on_copy(parent: &Path, words: &[&str]) -> Result<(Target, PathBuf, PathBuf)> {
     let (ground, file) = (parent.join("ground"), parent.join("truth.jsonl"));
-    copy_of(V9, &ground)?;
+    V9.copy_to(&ground)?;
     let mut command = Command::new(ground.join("native-workload"));
     command.args(["--wait-stdin", "--truth"]).arg(&file).args(words);
     let target = Target::start(command)?;
@@ -564,7 +557,7 @@ fn processes_of_one_name_are_traced_one_after_another() -> Result<()> {
     }
     let parent = tempfile::tempdir()?;
     let ground = parent.path().join("ground");
-    copy_of(V9, &ground)?;
+    V9.copy_to(&ground)?;
     let program = ground.join("short-lived");
     fs::rename(ground.join("native-workload"), &program)?;
     // The trace ends when all of the name have ended.

@@ -210,7 +210,7 @@ fn stacks_are_what_gdb_finds() -> Result<()> {
     // With libraries of its own: of a file, the last tracer that detaches anywhere takes gdb's breakpoints for its probes.
     let (dir, parent) = (tempfile::tempdir()?, tempfile::tempdir()?);
     let ground = parent.path().join("ground");
-    ensure!(Command::new("cp").arg("-r").arg(GROUND.dir()).arg(&ground).status()?.success(), "no copy");
+    GROUND.copy_to(&ground)?;
     let (target, file) = start(Command::new(ground.join("native-workload")), dir.path(), "4")?;
     let pid = target.pid();
     let traced = traced(&target, dir.path(), &file, 1, &["--call-stack", "c:128"])?;

@@ -65,6 +65,13 @@ impl Ground {
         }
     }
 
+    /// All of it under another name, as files of their own.
+    pub fn copy_to(self, to: &Path) -> Result<()> {
+        let status = Command::new("cp").arg("-r").arg(self.dir()).arg(to).status()?;
+        ensure!(status.success(), "can not copy {}", self.dir().display());
+        Ok(())
+    }
+
     fn launcher(self) -> PathBuf {
         self.dir().join(match self {
             Self::Native(_) => "native-workload",
