@@ -17,7 +17,7 @@ use anyhow::{Context, Result, ensure};
 use memscope_e2e::{
     Block, Capability, DumpFile, Ground, Target, Tracer, checked_by, held, held_with, is_guest,
     leaks::{self, events, judged, padded},
-    least_privileged, pointer, truth, wait_for_truth,
+    least_privileged, pace, pointer, truth, wait_for_truth,
 };
 use serde_json::Value;
 
@@ -76,10 +76,9 @@ fn a_late_attach_reports_what_came_after() -> Result<()> {
     if !V8.is_ready() {
         return Ok(());
     }
-    // Attaching takes seconds on an emulated machine whose kernel has no uprobe_multi.
-    const STEPS: u64 = 200;
+    let all = 200 * pace();
     let dir = tempfile::tempdir()?;
-    let args = ["leak", "--steps", &STEPS.to_string(), "--marks", "--step-ms", "50"];
+    let args = ["leak", "--steps", &all.to_string(), "--marks", "--step-ms", "50"];
     let (mut target, file) = held(V8, dir.path(), &args)?;
     let pid = target.pid();
     target.tell("go")?;
@@ -89,12 +88,12 @@ fn a_late_attach_reports_what_came_after() -> Result<()> {
     let report = tracer.finish()?.report()?;
     let device = report.device(pid, 0)?;
     let steps = report.0["steps"].as_array().map(Vec::len).unwrap_or_default() as u64;
-    assert!(steps > 20 && steps < STEPS, "{steps} whole steps seen");
+    assert!(steps > 20 && steps < all, "{steps} whole steps seen");
     // Our step n is the workload's step n + offset; the first one warms up.
-    let offset = STEPS - steps;
+    let offset = all - steps;
     let wanted: Vec<Block> = events(&truth(&file)?, "leak")
         .into_iter()
-        .filter(|block| block.step >= offset + 2 && block.step < STEPS)
+        .filter(|block| block.step >= offset + 2 && block.step < all)
         .map(|block| Block { step: block.step - offset, ..block })
         .collect();
     assert_eq!(report.blocks(device, "leaks"), wanted);
@@ -491,7 +490,8 @@ fn the_pool_of_mindspore_is_seen_though_it_loads_late() -> Result<()> {
         return Ok(());
     }
     let dir = tempfile::tempdir()?;
-    let (mut target, _) = held(V9, dir.path(), &["--loop-seconds", "6", "--end", "exit", "mindspore"])?;
+    let seconds = (6 * pace()).to_string();
+    let (mut target, _) = held(V9, dir.path(), &["--loop-seconds", &seconds, "--end", "exit", "mindspore"])?;
     let pid = target.pid();
     let tracer = Tracer::start(&["-p", &pid.to_string()])?.attached()?;
     target.tell("go")?;
@@ -669,8 +669,9 @@ fn what_runs_on_after_the_command_is_told() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let file = dir.path().join("pid").to_string_lossy().into_owned();
     // A grandchild whose parent is gone at once.
-    let daemon = format!("echo $$ > {file}; exec {workload} leak --steps 600 --marks --step-ms 50");
-    let line = format!("(setsid sh -c '{daemon}' > {file}.out &); sleep 3; exit 3");
+    let daemon =
+        format!("echo $$ > {file}; exec {workload} leak --steps {} --marks --step-ms 50", 600 * pace());
+    let line = format!("(setsid sh -c '{daemon}' > {file}.out &); sleep {}; exit 3", 3 * pace());
     let traced = Tracer::start(&["--", "sh", "-c", &line])?.finish()?;
     let pid = fs::read_to_string(&file)?.trim().to_owned();
     ensure!(Command::new("kill").args(["-KILL", &pid]).status()?.success(), "it runs on");
@@ -681,6 +682,10 @@ fn what_runs_on_after_the_command_is_told() -> Result<()> {
     let told = format!("process that it started runs on, not traced from here: {pid} (");
     assert!(notes.contains(&told) && notes.contains(&format!("memscope-trace -p {pid}")), "{notes}");
 
+    // How soon a process has ended is the emulator's to say.
+    if is_guest() {
+        return Ok(());
+    }
     let traced = Tracer::start(&["--", "sh", "-c", "sleep 0.2 & exit 0"])?.finish()?;
     assert!(!traced.report()?.0["notes"].to_string().contains("not traced from here"), "it ended in time");
     Ok(())

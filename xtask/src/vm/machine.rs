@@ -17,8 +17,9 @@ use serde::Deserialize;
 use super::{Arch, Kernel, guest::Tests, packages::dir};
 use crate::{command::on_path, setup::Need};
 
-/// How long a guest may take. All tests take 10 minutes, beside another guest, where sites are attached one by one.
-const PATIENCE: Duration = Duration::from_secs(2400);
+/// How long a guest may take. All tests take 10 to 40 minutes, beside another guest, where sites are attached one by
+/// one: by what the host's processors do besides.
+const PATIENCE: Duration = Duration::from_secs(5400);
 
 /// What booting these kernels needs.
 pub fn needs(kernels: &[Kernel]) -> Vec<Need> {
