@@ -33,7 +33,7 @@ fn patience() -> Duration {
 /// How many times longer a run must last to be still there once something has attached to it: guests share few
 /// processors, emulate them, and where sites are attached one by one that alone has taken 15 s.
 pub fn pace() -> u64 {
-    if is_guest() { 10 } else { 1 }
+    if is_guest() { 5 } else { 1 }
 }
 
 pub fn root() -> PathBuf {
