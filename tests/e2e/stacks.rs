@@ -10,8 +10,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use memscope_e2e::{
-    Capability, Ground, Target, Traced, Tracer, User, is_guest, is_required, pointer, root, truth,
-    wait_for_truth,
+    Capability, Ground, Target, Traced, Tracer, User, is_required, pace, pointer, root, truth, wait_for_truth,
 };
 use serde_json::Value;
 
@@ -190,7 +189,7 @@ fn stacks_need_no_root() -> Result<()> {
 /// Waits until what a command has loaded while it ran is attached, as it seems: where there is a program for each site, over
 /// seconds. Blocks from before are not known.
 fn attached_to_all(tracer: &Tracer) -> Result<()> {
-    let step = Duration::from_secs(if is_guest() { 10 } else { 2 });
+    let step = Duration::from_secs(2 * pace());
     let descriptors = || std::fs::read_dir(format!("/proc/{}/fd", tracer.pid())).map(Iterator::count);
     let mut held = 0;
     while held != descriptors()? {
