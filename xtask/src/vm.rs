@@ -16,6 +16,7 @@ use std::{
 };
 
 use anyhow::{Context, bail};
+use serde::{Deserialize, Deserializer, Serialize, de::Error};
 
 pub use packages::NoArchive;
 
@@ -72,7 +73,8 @@ impl Arch {
 }
 
 /// A kernel to test on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(into = "String")]
 pub struct Kernel {
     version: &'static str,
     /// The Debian release that has it.
@@ -91,6 +93,20 @@ impl Kernel {
 
     pub fn name(self) -> String {
         format!("{}-{}", self.version, self.arch.name())
+    }
+}
+
+impl From<Kernel> for String {
+    fn from(kernel: Kernel) -> Self {
+        kernel.name()
+    }
+}
+
+impl<'de> Deserialize<'de> for Kernel {
+    fn deserialize<D: Deserializer<'de>>(name: D) -> Result<Self, D::Error> {
+        let name = String::deserialize(name)?;
+        let known = Self::all().find(|kernel| kernel.name() == name);
+        known.ok_or_else(|| D::Error::custom(format!("no such kernel: {name}")))
     }
 }
 
@@ -133,7 +149,6 @@ impl Args {
 pub fn run(args: &Args) -> anyhow::Result<()> {
     let asked = |kernel: &Kernel| args.kernels.iter().any(|choice| choice.0.contains(kernel));
     let kernels: Vec<_> = Kernel::all().filter(|k| args.kernels.is_empty() || asked(k)).collect();
-    let every = kernels.len() == Kernel::all().count();
     let tests = match (&args.filter[..], args.shell) {
         (_, true) => guest::Tests::Shell,
         ([_, ..], _) => guest::Tests::Matching(args.filter.clone()),
@@ -143,15 +158,30 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     if tests == guest::Tests::Shell {
         return Ok(());
     }
+    if tests == guest::Tests::All {
+        write_support(&reports)?;
+    }
     let failed: Vec<_> = reports.iter().filter(|report| !report.passed()).collect();
     if !failed.is_empty() {
         let told: Vec<_> = failed.iter().map(|report| report.complaint()).collect();
         bail!("{} of {} kernels failed\n{}", failed.len(), reports.len(), told.join("\n"));
     }
-    if tests == guest::Tests::All && every {
-        let file = root().join("docs/support.md");
-        fs::write(&file, support::document(&reports)).with_context(|| file.display().to_string())?;
-        eprintln!("written: {}", file.display());
+    Ok(())
+}
+
+/// Keeps what passed, and writes the document once every kernel has passed: a kernel that failed is then run again alone.
+fn write_support(reports: &[machine::Report]) -> anyhow::Result<()> {
+    for report in reports.iter().filter(|report| report.passed()) {
+        report.keep()?;
+    }
+    let kept: Vec<_> = Kernel::all().map(machine::Report::kept).collect::<anyhow::Result<_>>()?;
+    match kept.into_iter().collect::<Option<Vec<_>>>() {
+        Some(kept) => {
+            let file = root().join("docs/support.md");
+            fs::write(&file, support::document(&kept)).with_context(|| file.display().to_string())?;
+            eprintln!("written: {}", file.display());
+        }
+        None => eprintln!("docs/support.md is not written before all kernels have passed"),
     }
     Ok(())
 }

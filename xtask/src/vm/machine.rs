@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeMap,
     fs::{self, File},
-    io::{BufRead, BufReader, Write},
+    io::{BufRead, BufReader, ErrorKind, Write},
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     sync::mpsc,
@@ -12,10 +12,13 @@ use std::{
 };
 
 use anyhow::{Context, bail};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use super::{Arch, Kernel, guest::Tests, packages::dir};
-use crate::{command::on_path, setup::Need};
+use crate::{
+    command::{on_path, output},
+    setup::Need,
+};
 
 /// How long a guest may take. All tests take 10 to 40 minutes, beside another guest, where sites are attached one by
 /// one: by what the host's processors do besides.
@@ -47,9 +50,11 @@ fn emulator(arch: Arch) -> &'static str {
 }
 
 /// What a guest said.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct Report {
     pub kernel: Kernel,
+    /// What was tested, as git names it.
+    pub commit: String,
     /// As `uname` says: release and version.
     pub release: String,
     pub check: Vec<Finding>,
@@ -68,7 +73,7 @@ struct Checked {
 }
 
 /// A line of it.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct Finding {
     pub subject: String,
     pub state: String,
@@ -80,6 +85,27 @@ impl Report {
     pub fn passed(&self) -> bool {
         let ready = !self.check.is_empty() && self.check.iter().all(|line| line.state != "bad");
         ready && self.exit == Some(0) && !self.tests.is_empty() && self.tests.values().all(|passed| *passed)
+    }
+
+    fn place(kernel: Kernel) -> PathBuf {
+        dir().join("passed").join(format!("{}.json", kernel.name()))
+    }
+
+    /// Keeps it for the document about all kernels.
+    pub fn keep(&self) -> anyhow::Result<()> {
+        let place = Self::place(self.kernel);
+        fs::create_dir_all(place.parent().unwrap_or(&place))?;
+        fs::write(&place, serde_json::to_vec(self)?).with_context(|| place.display().to_string())
+    }
+
+    /// The last one of a kernel that was kept.
+    pub fn kept(kernel: Kernel) -> anyhow::Result<Option<Self>> {
+        let place = Self::place(kernel);
+        match fs::read(&place) {
+            Ok(text) => Ok(serde_json::from_slice(&text).with_context(|| place.display().to_string())?),
+            Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(e).with_context(|| place.display().to_string()),
+        }
     }
 
     pub fn finding(&self, subject: &str) -> Option<&Finding> {
@@ -112,6 +138,7 @@ pub fn boot(kernel: Kernel, image: &Path, system: &Path, tests: &Tests) -> anyho
     let log = logs.join(format!("{}.txt", kernel.name()));
     let mut report = Report {
         kernel,
+        commit: output("git", &["describe", "--always", "--dirty"]).unwrap_or_default().trim().to_owned(),
         release: String::new(),
         check: Vec::new(),
         tests: BTreeMap::new(),

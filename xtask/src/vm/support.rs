@@ -9,7 +9,7 @@ const HEAD: &str = "\
 
 Made by `cargo xtask vm`, which boots the stock Debian kernels below in QEMU and runs the end-to-end tests of the native
 workload in each, and those of Python stacks on the CPython 3.9, 3.11 and 3.13 of Debian; nothing here was written by hand.
-It is written only when all of them pass.
+It is written once all of them have passed, each at the commit that stands beside it.
 
 ";
 
@@ -28,12 +28,12 @@ What a kernel has is found by trying, never by its version number; `memscope-tra
 
 pub fn document(reports: &[Report]) -> String {
     let mut text = String::from(HEAD);
-    text += "| kernel | machine | package | attaching | drawback | passed |\n|---|---|---|---|---|---|\n";
+    text += "| kernel | machine | package | attaching | drawback | passed | at commit |\n|---|---|---|---|---|---|---|\n";
     for report in reports {
         let attaching = report.finding("attaching");
         let _ = writeln!(
             text,
-            "| {} | {} | {} | {} | {} | {} of {} |",
+            "| {} | {} | {} | {} | {} | {} of {} | {} |",
             report.kernel.version,
             report.kernel.arch.name(),
             debian_version(&report.release),
@@ -41,6 +41,7 @@ pub fn document(reports: &[Report]) -> String {
             attaching.and_then(|line| line.advice.as_deref()).unwrap_or("none"),
             report.tests.values().filter(|passed| **passed).count(),
             report.tests.len(),
+            report.commit,
         );
     }
     text += "\n## What was tested\n\n| |";
