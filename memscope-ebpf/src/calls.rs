@@ -1,19 +1,17 @@
 //! What is kept of a thread's calls, from one probe to the next.
 
-use core::{cell::UnsafeCell, ffi::c_void, marker::PhantomData};
+use core::arch::asm;
 
 use aya_ebpf::{
-    bindings::{BPF_F_NO_PREALLOC, BPF_LOCAL_STORAGE_GET_F_CREATE, bpf_map_def, bpf_map_type},
-    helpers::generated::{bpf_get_current_task_btf, bpf_task_storage_get},
     macros::map,
     maps::{Array, HashMap},
 };
-use memscope_ebpf::{ApiCall, Calls, InFlight, MAX_NESTED, MAX_THREADS, NO_SITE};
+use memscope_ebpf::{ApiCall, CALL_SLOTS, CallSlot, Calls, InFlight, MAX_NESTED, MAX_THREADS, NO_SITE};
 
-/// The kernel keeps it with the task: found without a hash, and gone with the task.
+/// Found by the low bits of the thread's id alone. A slot is a thread's from its first call to its end.
 #[map]
-static CALLS: TaskStorage<Calls> = TaskStorage::new();
-/// On kernels without, and where the kernel has no memory for a task's.
+static CALLS: Array<CallSlot> = Array::with_max_entries(CALL_SLOTS, 0);
+/// Of threads whose slot is another's, and of all on kernels without compare-and-swap.
 #[map]
 static CALLS_BY_THREAD: HashMap<u64, Calls> = HashMap::with_max_entries(MAX_THREADS, 0);
 
@@ -21,46 +19,39 @@ static CALLS_BY_THREAD: HashMap<u64, Calls> = HashMap::with_max_entries(MAX_THRE
 #[map]
 static NO_CALLS: Array<Calls> = Array::with_max_entries(1, 0);
 
-#[repr(transparent)]
-struct TaskStorage<T>(UnsafeCell<bpf_map_def>, PhantomData<T>);
+#[inline(always)]
+fn slot(pid_tgid: u64) -> Option<*mut CallSlot> {
+    CALLS.get_ptr_mut(pid_tgid as u32 % CALL_SLOTS)
+}
 
-// SAFETY: never touched but by the kernel.
-unsafe impl<T> Sync for TaskStorage<T> {}
+/// The thread's slot, if it has one.
+#[inline(always)]
+fn own_slot(pid_tgid: u64) -> Option<*mut CallSlot> {
+    // SAFETY: an aligned u64 that threads write as a whole.
+    slot(pid_tgid).filter(|slot| unsafe { (**slot).owner } == pid_tgid)
+}
 
-impl<T> TaskStorage<T> {
-    const fn new() -> Self {
-        Self(
-            UnsafeCell::new(bpf_map_def {
-                type_: bpf_map_type::BPF_MAP_TYPE_TASK_STORAGE,
-                key_size: 4,
-                value_size: size_of::<T>() as u32,
-                max_entries: 0,
-                map_flags: BPF_F_NO_PREALLOC,
-                id: 0,
-                pinning: 0,
-            }),
-            PhantomData,
-        )
+/// Makes a free slot the thread's.
+#[inline(always)]
+fn claim(pid_tgid: u64) -> Option<*mut CallSlot> {
+    let slot = slot(pid_tgid)?;
+    // Atomics of core need a target that kernels before 5.12 lack; for those the loader replaces this instruction by one that
+    // finds the slot taken.
+    let mut owner = 0u64;
+    // SAFETY: an aligned u64 of a map's element.
+    unsafe {
+        asm!("r0 = cmpxchg_64({slot} + 0, r0, {own})", slot = in(reg) &raw mut (*slot).owner, own = in(reg) pid_tgid,
+            inout("r0") owner);
     }
-
-    /// The running task's; null where it has none.
-    #[inline(always)]
-    fn of_current(&self, flags: u64) -> *mut T {
-        // Where the kernel has no task storage, the loader replaces these calls by null pointers.
-        // SAFETY: helper calls; the map's values are of type `T`.
-        unsafe {
-            let task = bpf_get_current_task_btf();
-            bpf_task_storage_get(self.0.get().cast(), task, core::ptr::null_mut::<c_void>(), flags).cast()
-        }
-    }
+    (owner == 0).then_some(slot)
 }
 
 /// The running thread's calls, made when there are none; `None`: no room.
 #[inline(always)]
 pub fn of_thread(pid_tgid: u64) -> Option<*mut Calls> {
-    let kept = CALLS.of_current(BPF_LOCAL_STORAGE_GET_F_CREATE as u64);
-    if !kept.is_null() {
-        return Some(kept);
+    if let Some(slot) = own_slot(pid_tgid).or_else(|| claim(pid_tgid)) {
+        // SAFETY: an element of the map, for the life of the program.
+        return Some(unsafe { &raw mut (*slot).calls });
     }
     if let Some(kept) = CALLS_BY_THREAD.get_ptr_mut(pid_tgid) {
         return Some(kept);
@@ -108,9 +99,9 @@ pub struct Returned {
 /// Takes the thread's call of this site.
 #[inline(always)]
 pub fn take(pid_tgid: u64, site: u32) -> Option<Returned> {
-    let kept = CALLS.of_current(0);
-    if !kept.is_null()
-        && let Some(returned) = take_from(kept, site)
+    if let Some(slot) = own_slot(pid_tgid)
+        // SAFETY: as in `of_thread`.
+        && let Some(returned) = take_from(unsafe { &raw mut (*slot).calls }, site)
     {
         return Some(returned);
     }
@@ -156,9 +147,18 @@ pub fn note(pid_tgid: u64, call: ApiCall) -> bool {
 /// Tells the sites of the calls that the running thread, which ends, is within.
 #[inline(always)]
 pub fn end(pid_tgid: u64, mut tell: impl FnMut(u32)) {
-    let kept = CALLS.of_current(0);
-    if !kept.is_null() {
-        each_open(kept, &mut tell);
+    if let Some(slot) = own_slot(pid_tgid) {
+        // SAFETY: as in `of_thread`.
+        unsafe {
+            let kept = &raw mut (*slot).calls;
+            each_open(kept, &mut tell);
+            // The next owner finds it empty.
+            (*kept).api.out = 0;
+            for n in 0..MAX_NESTED {
+                (*kept).in_flight[n].active = 0;
+            }
+            (*slot).owner = 0;
+        }
     }
     if let Some(kept) = CALLS_BY_THREAD.get_ptr_mut(pid_tgid) {
         each_open(kept, &mut tell);

@@ -15,7 +15,9 @@ pub const MAX_SITES: u32 = 4096;
 pub const MAX_TARGETS: u32 = 16384;
 /// Calls of one thread that can be between entry and return at one time, where the result is wanted.
 pub const MAX_NESTED: usize = 4;
-/// Threads whose calls are kept, on kernels that keep nothing by task.
+/// Slots of threads whose calls are kept.
+pub const CALL_SLOTS: u32 = 8192;
+/// Threads whose calls are kept beside those that have a slot.
 pub const MAX_THREADS: u32 = 16384;
 /// Sites of processes that have ended within a call of them, and have not been looked at yet.
 pub const MAX_WITHIN: u32 = 1024;
@@ -621,14 +623,24 @@ pub struct ApiCall {
     pub site: u64,
 }
 
-/// Calls of one thread. An element of `CALLS`, where the kernel keeps things by task, else of `CALLS_BY_THREAD`, by
-/// `pid_tgid`.
+/// Calls of one thread. In its slot of `CALLS`, or an element of `CALLS_BY_THREAD`, by `pid_tgid`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Calls {
     pub api: ApiCall,
     /// Probed calls nest (`aclrtCreateContext` calls `halMemAlloc`), so each site has its own.
     pub in_flight: [InFlight; MAX_NESTED],
+}
+
+/// An element of `CALLS`, by a thread's id modulo their number. Whole cache lines, so that threads do not get in each other's
+/// way.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CallSlot {
+    /// `pid_tgid` of the thread that has it; 0: none.
+    pub owner: u64,
+    pub calls: Calls,
+    pub reserved: [u64; 7],
 }
 
 /// Key of `WITHIN`: a thread of the process has ended within a call.
@@ -669,7 +681,7 @@ pub unsafe trait Plain: Copy + 'static {
 
 wire! {
     Site = 16, Counters = 48, Header = 24, Enter = 56, Return = 88, Name = 176, Mark = 368, Report = 88,
-    InFlight = 40, ApiCall = 32, Calls = 32 + 40 * MAX_NESTED, Within = 8, Interpreter = 80, RawFrame = 24, StackHead = 48,
+    InFlight = 40, ApiCall = 32, Calls = 32 + 40 * MAX_NESTED, CallSlot = 256, Within = 8, Interpreter = 80, RawFrame = 24, StackHead = 48,
     Stack = 48 + 24 * MAX_DEPTH, TaskKey = 16, Thread = 48 + 32 + 4 * MAX_COPIES + 8 + FRAME_BYTES + 8 + 48 + 24 * MAX_DEPTH, Tensor = 48,
     Arguments = 288, NativeConfig = 24, ProcessConfig = 16, Caller = 16, Callers = 8 + 16 * MAX_CALLERS, NativeHead = 232,
     PieceHead = 40, PackedTensor = 24, Pack = 40 + 24 * PACK_LEN, Slice = 232 + PAGE_LEN * SLICE_PAGES, FrameRecord = 16, Chain = 232 + 16 * MAX_DEPTH,

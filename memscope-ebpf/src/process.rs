@@ -96,16 +96,19 @@ pub extern "C" fn exit(_ctx: *mut c_void) -> u32 {
     let pid_tgid = bpf_get_current_pid_tgid();
     let tgid = (pid_tgid >> 32) as u32;
     // SAFETY: as in `exec`.
-    if !unsafe { TARGETS.get(&tgid) }.is_some_and(|v| *v == verdict::OBSERVE) {
+    let observed = unsafe { TARGETS.get(&tgid) }.is_some_and(|v| *v == verdict::OBSERVE);
+    calls::end(pid_tgid, |site| {
+        if observed {
+            let _ = WITHIN.insert(&Within { tgid, site }, &1, 0);
+        }
+    });
+    if !observed {
         // No one else clears away what it has inherited.
         if pid_tgid as u32 == tgid {
             let _ = INTERPRETERS.remove(&tgid);
         }
         return 0;
     }
-    calls::end(pid_tgid, |site| {
-        let _ = WITHIN.insert(&Within { tgid, site }, &1, 0);
-    });
     if let Some(config) = PROCESSES.get(0)
         && config.exit_code != 0
     {

@@ -14,6 +14,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use memscope_e2e::{Ground, Target, Tracer, dumps, held, held_with, truth, wait_for_truth};
+use memscope_ebpf::CALL_SLOTS;
 use serde_json::Value;
 
 const V9: Ground = Ground::Native("v9");
@@ -258,8 +259,8 @@ fn a_directory_that_can_not_be_written_to_is_refused_or_ends_the_dump() -> Resul
     Ok(())
 }
 
-/// More threads within calls than there is room for, where the kernel keeps nothing by task: they are counted. Where it
-/// does, there is room for all.
+/// More threads within calls than there is room for, where none has a slot: they are counted. Where they have, there is
+/// room for all.
 #[test]
 fn calls_that_find_no_room_are_counted() -> Result<()> {
     if !V9.is_ready() {
@@ -296,6 +297,56 @@ fn calls_that_find_no_room_are_counted() -> Result<()> {
             assert!(notes.replace(',', "").contains(&said), "{said}: {notes}");
         }
     }
+    Ok(())
+}
+
+/// Two threads whose ids lead to one slot, both within a call of one site at one time: neither takes the other's.
+#[test]
+fn threads_that_share_a_slot_are_told_apart() -> Result<()> {
+    let next_id = Path::new("/proc/sys/kernel/ns_last_pid");
+    if !V9.is_ready() || !next_id.exists() {
+        return Ok(());
+    }
+    const SCENE: [&str; 5] = ["--wait-initialized", "leak", "--steps", "8", "--marks"];
+    let (first_dir, second_dir) = (tempfile::tempdir()?, tempfile::tempdir()?);
+    let gate = first_dir.path().join("gate");
+    let (mut first, _) = held_with(V9, first_dir.path(), &SCENE, |command| {
+        command.env("SIM_CANN_ALLOC_GATE", &gate);
+    })?;
+    let most: u32 = fs::read_to_string("/proc/sys/kernel/pid_max")?.trim().parse()?;
+    let sharing = || {
+        let ids = (first.pid() % CALL_SLOTS..most).step_by(CALL_SLOTS as usize);
+        ids.filter(|id| *id > 1 && !Path::new(&format!("/proc/{id}")).exists()).collect::<Vec<_>>()
+    };
+    let mut second = None;
+    // Whoever else starts a process may be faster.
+    for _ in 0..50 {
+        let id = *sharing().first().context("no process id is free that leads to the same slot")?;
+        fs::write(next_id, (id - 1).to_string())?;
+        let (target, _) = held(V9, second_dir.path(), &SCENE)?;
+        if target.pid() == id {
+            second = Some(target);
+            break;
+        }
+    }
+    let mut second = second.context("another process always got the id")?;
+    let pids = [first.pid(), second.pid()];
+    let tracer = Tracer::start(&["-a"])?.attached_to(pids[0])?.attached_to(pids[1])?;
+    fs::write(&gate, "")?;
+    first.tell("go")?;
+    thread::sleep(Duration::from_millis(700));
+    second.tell("go")?;
+    second.finish()?;
+    fs::remove_file(&gate)?;
+    first.finish()?;
+    let traced = tracer.stop()?;
+    let allocations = |pid| -> Result<usize> {
+        let rows = traced.dump(pid)?.into_iter().flat_map(|file| file.rows);
+        Ok(rows.filter(|row| row["Event"] == "MALLOC").count())
+    };
+    let found = allocations(pids[0])?;
+    assert!(found > 0);
+    assert_eq!(found, allocations(pids[1])?);
     Ok(())
 }
 

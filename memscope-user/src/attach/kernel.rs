@@ -1,13 +1,6 @@
 //! What this kernel can do, found by trying, never by its version number.
 
-use std::{
-    ffi::CString,
-    fs, io,
-    os::fd::{AsFd, AsRawFd, OwnedFd},
-    path::Path,
-    sync::mpsc,
-    thread,
-};
+use std::{ffi::CString, fs, io, os::fd::AsFd, path::Path, sync::mpsc, thread};
 
 use aya_obj::generated::bpf_insn;
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};
@@ -55,22 +48,18 @@ impl Features {
     }
 }
 
-/// A map of values that are kept by task, where programs of probes may use it (5.13).
-pub fn task_storage(value_bytes: usize) -> Option<OwnedFd> {
-    let map = sys::task_storage_create(value_bytes).ok()?;
-    // `task_storage_get(map, current task, nothing, 0)`, whose result is not looked at.
+/// Whether programs may compare and swap (5.12).
+pub fn compare_and_swap() -> bool {
+    // `*(u64 *)(r10 - 8) = 0; r0 = 0; r1 = 0; cmpxchg(r10 - 8, r0, r1); r0 = 0; exit`.
     let program = [
-        instruction(0x85, 0, 158),
-        instruction(0xbf, 0x02, 0),
-        instruction(0x18, 0x11, map.as_raw_fd()),
-        instruction(0, 0, 0),
-        instruction(0xb7, 3, 0),
-        instruction(0xb7, 4, 0),
-        instruction(0x85, 0, 156),
+        bpf_insn { off: -8, ..instruction(0x7a, 0x0a, 0) },
+        instruction(0xb7, 0, 0),
+        instruction(0xb7, 1, 0),
+        bpf_insn { off: -8, ..instruction(0xdb, 0x1a, 0xf1) },
         instruction(0xb7, 0, 0),
         EXIT,
     ];
-    sys::prog_load(sys::PROG_TYPE_KPROBE, 0, &program, "probe_task").is_ok().then_some(map)
+    sys::prog_load(sys::PROG_TYPE_KPROBE, 0, &program, "probe_cmpxchg").is_ok()
 }
 
 /// Our own process id as BPF programs see it, which is that of the host's PID namespace. `None`: the kernel does not

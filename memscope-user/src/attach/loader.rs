@@ -29,11 +29,8 @@ static OBJECT: &[u8] = {
 const ATTACH_COOKIE: i32 = 174;
 /// `bpf_probe_read_kernel`.
 const PROBE_READ_KERNEL: i32 = 113;
-/// `bpf_task_storage_get`, `bpf_get_current_task_btf`.
-const TASK_STORAGE_GET: i32 = 156;
-const CURRENT_TASK: i32 = 158;
-/// Room beside task storage, for threads that the kernel finds no memory for.
-const FEW_THREADS: u32 = 256;
+/// Room beside the slots, for threads whose slot is another's.
+const FEW_THREADS: u32 = 4096;
 
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
@@ -166,8 +163,8 @@ pub struct Loader {
     instructions: StdHashMap<String, Vec<bpf_insn>>,
     programs: BTreeMap<(Program, Flavour), OwnedFd>,
     spares_kernel_memory: bool,
-    /// Things are kept by task.
-    task_storage: Option<OwnedFd>,
+    /// Threads have slots.
+    slots: bool,
     /// The maps that programs use among themselves: each is there as long as its descriptor.
     _own_maps: Vec<MapData>,
 }
@@ -190,33 +187,27 @@ pub struct Maps {
 
 impl Loader {
     /// Creates the maps and readies the programs. `ring_bytes` is rounded up to a power of two of at least a page;
-    /// `threads`: keep the calls of so many in a map, as on kernels without task storage.
+    /// `threads`: keep the calls of so many in a map, as on kernels without compare-and-swap.
     pub fn new(ring_bytes: u32, threads: Option<u32>) -> Result<(Self, Maps), LoadError> {
         if OBJECT.is_empty() {
             return Err(LoadError::NotBuilt);
         }
         let broken = |e: &dyn std::fmt::Display| LoadError::Object(e.to_string());
         let mut object = aya_obj::Object::parse(OBJECT).map_err(|e| broken(&e))?;
-        let task_storage = match threads {
-            None => kernel::task_storage(size_of::<Calls>()),
-            Some(_) => None,
-        };
-        tracing::debug!("calls are kept {}", if task_storage.is_some() { "by task" } else { "in a map" });
-        let mut task_definition = None;
+        let slots = threads.is_none() && kernel::compare_and_swap();
+        tracing::debug!("calls are kept in {}", if slots { "slots" } else { "a map" });
         let mut definitions = StdHashMap::new();
         let mut maps: StdHashMap<String, MapData> = StdHashMap::new();
         for (name, mut map) in object.maps.drain() {
             if name == "RECORDS" {
                 map.set_max_entries(ring_bytes.next_power_of_two().max(64 * 1024));
             }
-            if name == "CALLS" {
-                task_definition = Some(map);
-                continue;
+            if name == "CALLS" && !slots {
+                // The programs look for one and do without.
+                map.set_max_entries(1);
             }
             if name == "CALLS_BY_THREAD" {
-                // Beside task storage, for the threads that found no memory for it.
-                let few = task_storage.is_some().then_some(FEW_THREADS);
-                map.set_max_entries(threads.or(few).unwrap_or(MAX_THREADS));
+                map.set_max_entries(threads.unwrap_or(if slots { FEW_THREADS } else { MAX_THREADS }));
             }
             definitions.insert(name.clone(), map.clone());
             let data = MapData::create(map, &name, None).map_err(|e| match e {
@@ -233,17 +224,12 @@ impl Loader {
             })?;
             maps.insert(name, data);
         }
-        // Where there is no task storage, the programs name some map instead, and do not use it.
-        let task_fd = task_storage.as_ref().map(|map| map.as_raw_fd());
-        let task_fd = task_fd.or(maps.get("CALLS_BY_THREAD").map(|map| map.fd().as_fd().as_raw_fd()));
-        let task_fd = task_fd.ok_or_else(|| LoadError::Object("it has no map `CALLS_BY_THREAD`".into()))?;
         let sections = object.functions.keys().map(|(section, _)| *section).collect();
         object
             .relocate_maps(
                 definitions
                     .iter()
-                    .map(|(name, map)| (name.as_str(), maps[name].fd().as_fd().as_raw_fd(), map))
-                    .chain(task_definition.iter().map(|map| ("CALLS", task_fd, map))),
+                    .map(|(name, map)| (name.as_str(), maps[name].fd().as_fd().as_raw_fd(), map)),
                 &sections,
             )
             .map_err(|e| broken(&e))?;
@@ -276,7 +262,7 @@ impl Loader {
                 instructions,
                 programs: BTreeMap::new(),
                 spares_kernel_memory: false,
-                task_storage,
+                slots,
                 _own_maps: own_maps,
             },
             typed,
@@ -311,9 +297,8 @@ impl Loader {
         if let Flavour::PerfSite(site) = flavour {
             replace_call(&mut instructions, ATTACH_COOKIE, site as i32);
         }
-        if self.task_storage.is_none() {
-            replace_call(&mut instructions, TASK_STORAGE_GET, 0);
-            replace_call(&mut instructions, CURRENT_TASK, 0);
+        if !self.slots {
+            no_compare_and_swap(&mut instructions);
         }
         if self.spares_kernel_memory {
             replace_call(&mut instructions, PROBE_READ_KERNEL, -libc::EPERM);
@@ -340,15 +325,31 @@ where
     T::try_from(variant(data)).map_err(|source| LoadError::UseMap { name, source })
 }
 
+/// `r0 = value`, in place of an instruction.
+fn load_result(instruction: &mut bpf_insn, value: i32) {
+    const MOV64_IMM: u8 = 0xb7;
+    *instruction = bpf_insn { code: MOV64_IMM, off: 0, imm: value, ..*instruction };
+    instruction.set_dst_reg(0);
+    instruction.set_src_reg(0);
+}
+
 /// Turns each call of a helper into `r0 = value`.
 fn replace_call(instructions: &mut [bpf_insn], helper: i32, value: i32) {
     const CALL: u8 = 0x85;
-    const MOV64_IMM: u8 = 0xb7;
     for instruction in instructions {
         if instruction.code == CALL && instruction.src_reg() == 0 && instruction.imm == helper {
-            instruction.code = MOV64_IMM;
-            instruction.set_dst_reg(0);
-            instruction.imm = value;
+            load_result(instruction, value);
+        }
+    }
+}
+
+/// Turns each compare-and-swap into one that finds another value.
+fn no_compare_and_swap(instructions: &mut [bpf_insn]) {
+    const ATOMIC64: u8 = 0xdb;
+    const CMPXCHG: i32 = 0xf1;
+    for instruction in instructions {
+        if instruction.code == ATOMIC64 && instruction.imm == CMPXCHG {
+            load_result(instruction, -1);
         }
     }
 }

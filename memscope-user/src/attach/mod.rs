@@ -104,7 +104,7 @@ pub struct Config {
     pub stacks: Option<StackConfig>,
     /// Native ones.
     pub native_stacks: Option<NativeStackConfig>,
-    /// Keeps the calls of so many threads in a map, as on kernels without task storage.
+    /// Keeps the calls of so many threads in a map, as on kernels without compare-and-swap.
     pub call_threads: Option<u32>,
     /// Processes have the numbers that system calls of ours take (see [`proc::Proc::has_own_numbers`]).
     pub own_numbers: bool,

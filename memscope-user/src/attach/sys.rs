@@ -93,51 +93,6 @@ pub fn map_create() -> io::Result<OwnedFd> {
     bpf_fd(bpf_cmd::BPF_MAP_CREATE, &mut attr)
 }
 
-/// Makes a map of values that the kernel keeps with each task (5.11; for the programs of probes 5.13).
-pub fn task_storage_create(value_bytes: usize) -> io::Result<OwnedFd> {
-    const TASK_STORAGE: u32 = 29;
-    const NO_PREALLOC: u32 = 1;
-    let btf = btf_load(value_bytes / size_of::<u64>())?;
-    let mut attr = empty_attr();
-    // SAFETY: BPF_MAP_CREATE reads this member of the union.
-    let a = unsafe { &mut attr.__bindgen_anon_1 };
-    (a.map_type, a.key_size, a.value_size, a.map_flags) =
-        (TASK_STORAGE, size_of::<i32>() as u32, value_bytes as u32, NO_PREALLOC);
-    (a.btf_fd, a.btf_key_type_id, a.btf_value_type_id) = (btf.as_raw_fd() as u32, INT, ARRAY);
-    bpf_fd(bpf_cmd::BPF_MAP_CREATE, &mut attr)
-}
-
-/// Types of the BTF below, by their order.
-const INT: u32 = 1;
-const WORD: u32 = 2;
-const ARRAY: u32 = 3;
-
-/// Types, without which no map of that kind is made: `int`, and an array of words.
-fn btf_load(words: usize) -> io::Result<OwnedFd> {
-    const KIND_INT: u32 = 1 << 24;
-    const KIND_ARRAY: u32 = 3 << 24;
-    const SIGNED: u32 = 1 << 24;
-    const NAMES: &[u8; 8] = b"\0int\0u64";
-    let types = [
-        [1, KIND_INT, 4, SIGNED | 32].as_slice(),
-        &[5, KIND_INT, 8, 64],
-        &[0, KIND_ARRAY, 0, WORD, INT, words as u32],
-    ]
-    .concat();
-    let bytes = (types.len() * size_of::<u32>()) as u32;
-    // Magic number and version; then, from here on: types, and names.
-    let mut blob = vec![0xeb9f | 1 << 16, 24, 0, bytes, bytes, NAMES.len() as u32 + 1];
-    blob.extend(types);
-    let mut blob: Vec<u8> = blob.into_iter().flat_map(u32::to_ne_bytes).collect();
-    blob.extend(NAMES);
-    blob.push(0);
-    let mut attr = empty_attr();
-    // SAFETY: BPF_BTF_LOAD reads this member of the union.
-    let a = unsafe { &mut attr.__bindgen_anon_7 };
-    (a.btf, a.btf_size) = (blob.as_ptr() as u64, blob.len() as u32);
-    bpf_fd(bpf_cmd::BPF_BTF_LOAD, &mut attr)
-}
-
 /// Runs a program for raw tracepoints here and now (kernel 5.10); what it returned.
 pub fn run_raw_tracepoint(program: BorrowedFd<'_>) -> io::Result<u32> {
     let mut attr = empty_attr();

@@ -135,7 +135,7 @@ pub struct TraceArgs {
     /// Also write the records to this file as they come out of the ring buffer (cargo xtask bench)
     #[arg(long, hide = true)]
     record: Option<PathBuf>,
-    /// Keep the calls of so many threads in a map, as on kernels without task storage
+    /// Keep the calls of so many threads in a map, as on kernels without compare-and-swap
     #[arg(long, hide = true)]
     call_threads: Option<u32>,
     /// Do as on kernels that do not describe their structures

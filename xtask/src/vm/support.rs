@@ -20,7 +20,7 @@ What a kernel has is found by trying, never by its version number; `memscope-tra
 | | since | without it |
 |---|---|---|
 | BPF ring buffer | 5.8 | no tracing; `memscope-trace check` says so |
-| storage by task, for programs of probes | 5.13 | calls are kept in a map, which takes a hash to find them |
+| compare-and-swap in programs | 5.12 | calls are kept in a map, which takes a hash to find them |
 | attach cookies | 5.15 | a copy of its program for each site |
 | `uprobe_multi` | 6.6 | a perf event for each site; detaching takes longer, after the report |
 | `uprobe_multi` for one process | 6.6.35, 6.9.5, 6.10 | other processes with the same libraries pay for a probe hit, too |
