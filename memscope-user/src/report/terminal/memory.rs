@@ -118,12 +118,30 @@ impl Report<'_> {
         let all = || {
             self.document.devices.iter().flat_map(|device| device.oom.iter().map(move |oom| (device, oom)))
         };
-        let fatal: Vec<_> = all().filter(|(_, oom)| !oom.recovered).collect();
-        for (device, oom) in fatal.iter().take(OOMS_SHOWN) {
-            self.one_oom(out, device, oom);
+        // A loop that goes on after a refusal is refused again.
+        let mut places: Vec<Vec<(&Device, &OomFacts)>> = Vec::new();
+        for (device, oom) in all().filter(|(_, oom)| !oom.recovered) {
+            match places.iter_mut().find(|known| is_same_place(known[0], (device, oom))) {
+                Some(known) => known.push((device, oom)),
+                None => places.push(vec![(device, oom)]),
+            }
+        }
+        for ooms in places.iter().take(OOMS_SHOWN) {
+            let (device, first) = ooms[0];
+            self.one_oom(out, device, first);
+            if let [_, again @ .., (_, last)] = &ooms[..] {
+                let largest = ooms[1..].iter().map(|(_, oom)| oom.requested).max().unwrap_or(0);
+                let text = format!(
+                    "  and {} refused there, of at most {}, the last in step {}",
+                    units::were(again.len() as u64 + 1, "more request"),
+                    units::bytes(largest),
+                    last.step
+                );
+                line(out, &text);
+            }
         }
         let not_listed = units::sum(self.document.processes.iter().map(|process| process.oom_not_listed));
-        let more = fatal.len().saturating_sub(OOMS_SHOWN) as u64 + not_listed;
+        let more = units::sum(places.iter().skip(OOMS_SHOWN).map(|ooms| ooms.len() as u64)) + not_listed;
         if more > 0 {
             line(out, &format!("  and {}", units::count_of(more, "more out-of-memory")));
         }
@@ -205,6 +223,13 @@ impl Report<'_> {
 }
 
 /// Who held the memory when a request was refused.
+/// Whether both were asked for at one place of the program, as far as that is told.
+fn is_same_place((device, oom): (&Device, &OomFacts), (other_device, other): (&Device, &OomFacts)) -> bool {
+    std::ptr::eq(device, other_device)
+        && (oom.function, oom.api, &oom.op) == (other.function, other.api, &other.op)
+        && oom.stack.place() == other.stack.place()
+}
+
 fn holders(out: &mut String, oom: &OomFacts) {
     let has_lines = oom.holders.iter().any(|holder| holder.place.is_some());
     if !oom.holders.is_empty() {

@@ -419,6 +419,27 @@ fn out_of_memory_names_the_lines_that_hold_it() {
     assert_eq!(blocks(&render_oom(&document, View::with_oom_blocks(Some(8)))), 16);
 }
 
+/// A loop that is refused in each step has one thing to mend.
+#[test]
+fn refusals_at_one_place_are_told_once() {
+    let mut script = Script::new();
+    script.op("aclnnMatmul");
+    for step in 1..=4u64 {
+        script.step(|s| {
+            s.fail(MAIN, (60 + step) * MIB, (60 + step) * MIB);
+        });
+    }
+    script.op("aclnnAdd").fail(MAIN, 9 * MIB, 9 * MIB);
+    let text =
+        render_oom(&document(&script.events, Trace { offline: true, ..Trace::default() }), View::default());
+    let told: Vec<&str> =
+        text.lines().filter(|line| line.starts_with("OUT OF MEMORY") || line.starts_with("  and ")).collect();
+    assert_eq!(told.len(), 3, "{text}");
+    assert!(told[0].contains("61.0 MiB refused"), "{text}");
+    assert_eq!(told[1], "  and 3 more requests were refused there, of at most 64.0 MiB, the last in step 4");
+    assert!(told[2].contains("9.00 MiB refused"), "{text}");
+}
+
 /// A prefetching loader of varying length: one line of the program, blocks of many sizes.
 #[test]
 fn late_blocks_of_a_line_are_one_line() {
