@@ -838,18 +838,21 @@ fn a_constant_leak_has_the_figures_that_msmemscope_gives_it() -> Result<()> {
 /// Weights, gradients, the optimizer's state and data on its way, told apart from outside.
 #[test]
 fn what_memory_is_for_is_inferred() -> Result<()> {
-    for (ground, model, optimizer) in [
-        (GROUNDS[0], "mlp", "sgd"),
-        (GROUNDS[0], "mlp", "adamw"),
-        (GROUNDS[0], "transformer", "sgd"),
-        (GROUNDS[0], "transformer", "adamw"),
-        (GROUNDS[1], "mlp", "sgd"),
-        (GROUNDS[1], "transformer", "adamw"),
+    const RECIPE: &[&str] = &["--recipe"];
+    for (ground, model, optimizer, recipe) in [
+        (GROUNDS[0], "mlp", "sgd", &[][..]),
+        (GROUNDS[0], "mlp", "adamw", RECIPE),
+        (GROUNDS[0], "linear", "sgd", RECIPE),
+        (GROUNDS[0], "transformer", "sgd", &[]),
+        (GROUNDS[0], "transformer", "adamw", &[]),
+        (GROUNDS[1], "mlp", "sgd", RECIPE),
+        (GROUNDS[1], "transformer", "adamw", RECIPE),
     ] {
         if !ground.is_ready() {
             continue;
         }
-        let run = Run::held(ground, "decompose.py", &["--model", model, "--optimizer", optimizer], &[])?;
+        let args = [&["--model", model, "--optimizer", optimizer], recipe].concat();
+        let run = Run::held(ground, "decompose.py", &args, &[])?;
         let pid = run.target.pid();
         let tracer = Tracer::start(&["-p", &pid.to_string(), "--analysis", "decompose"])?.attached()?;
         run.go()?;
@@ -876,7 +879,7 @@ fn what_memory_is_for_is_inferred() -> Result<()> {
                 wrong.push(format!("{kind:?}: {block}"));
             }
         }
-        let what = format!("{ground:?} {model} {optimizer}: {right} of {all} bytes; {wrong:#?}");
+        let what = format!("{ground:?} {model} {optimizer} {recipe:?}: {right} of {all} bytes; {wrong:#?}");
         eprintln!("{}", what.lines().next().unwrap_or_default());
         assert!(all > 1 << 20 && right * 100 >= 95 * all, "{what}");
 

@@ -13,17 +13,21 @@ use rustc_hash::FxHashMap;
 use serde::Serialize;
 
 use crate::model::{
-    AllocationId, Block, Change, DeviceId, DevicePtr, Event, EventKind, Frame, Ledger, Name, Pool, Tgid,
+    Access, AllocationId, Block, Change, DeviceId, DevicePtr, Event, EventKind, Frame, Ledger, Name, Pool,
+    Tgid, Tid, Whose,
 };
 
 use super::Analysis;
-use phases::{Phases, Uses};
+use phases::{Between, Phase, Phases, Uses};
 
 /// Blocks listed of each device: the largest.
 const BLOCKS_LISTED: usize = 1000;
 
 /// Operators, labels and lines told apart, of each device; the rest is one.
 const NAMES_MAX: usize = 4096;
+
+/// Uses of which it may be open at one time what they were.
+const OPEN_MAX: usize = 1 << 20;
 
 /// What a block is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
@@ -135,6 +139,8 @@ pub struct Decompose {
 #[derive(Debug, Default)]
 struct Process {
     phases: Phases,
+    /// Blocks used in the phase between, until it is known what it was.
+    open: Vec<AllocationId>,
     /// Allocations so far.
     allocations: u64,
     blocks: FxHashMap<AllocationId, Held>,
@@ -221,11 +227,13 @@ impl Analysis for Decompose {
         }
         let process = &mut self.processes[position];
         match (&event.kind, change) {
-            (EventKind::Op { name }, _) => process.phases.operator(event.tid, name),
+            (EventKind::Op { name }, _) => {
+                let between = process.phases.operator(event.tid, name);
+                process.settle(between);
+            }
             (EventKind::Access(access), Change::Used(Some(block))) => {
-                let id = known.block(*block).map(|block| block.id);
-                if let Some(held) = id.and_then(|id| process.blocks.get_mut(&id)) {
-                    held.uses.add(process.phases.of(event.tid, access), access.kind);
+                if let Some(block) = known.block(*block) {
+                    process.used(block.id, event.tid, access);
                 }
             }
             (_, Change::Allocated { block, replaced }) => {
@@ -233,11 +241,17 @@ impl Analysis for Decompose {
                     process.gone(old);
                 }
                 if let Some(block) = known.block(*block) {
+                    if block.stack.as_ref().is_some_and(|stack| stack.whose() == Whose::Via) {
+                        process.phases.waited_for(event.tid);
+                    }
                     process.allocated(block, known.label(event.tid, block.stack.as_deref()));
                 }
             }
             (_, Change::Freed(block)) => process.gone(block),
-            (_, Change::Step { began: Some(_), .. }) => process.phases.step(),
+            (_, Change::Step { began: Some(_), .. }) => {
+                let between = process.phases.step();
+                process.settle(between);
+            }
             (_, Change::Finalized) => {
                 process.finished = Some(process.decompose(event.tgid, known.blocks()));
             }
@@ -266,6 +280,37 @@ impl Decompose {
 }
 
 impl Process {
+    fn used(&mut self, id: AllocationId, tid: Tid, access: &Access) {
+        let Some(held) = self.blocks.get(&id) else { return };
+        let (uses, kind) = (held.uses, access.kind);
+        let between = self.phases.decide(self.phases.of(tid, access), uses, kind);
+        self.settle(between);
+        let told = self.phases.of(tid, access);
+        let average = self.phases.averaged(id, told, uses, kind);
+        if let Some(held) = self.blocks.get_mut(&id) {
+            held.uses.add(told, kind);
+        }
+        if let Some(held) = average.and_then(|id| self.blocks.get_mut(&id)) {
+            held.uses.add_average();
+        }
+        if let Some((Phase::Between, _)) = told {
+            self.open.push(id);
+            if self.open.len() >= OPEN_MAX {
+                self.phases.is_forward();
+                self.settle(Some(Between::WasForward));
+            }
+        }
+    }
+
+    fn settle(&mut self, between: Option<Between>) {
+        let Some(between) = between else { return };
+        for id in self.open.drain(..).filter(|_| between == Between::WasForward) {
+            if let Some(held) = self.blocks.get_mut(&id) {
+                held.uses.add_forward();
+            }
+        }
+    }
+
     fn allocated(&mut self, block: &Block, label: Option<Name>) {
         if !is_pools(block) {
             return;

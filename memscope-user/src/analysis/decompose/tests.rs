@@ -1,7 +1,7 @@
 use super::*;
 use crate::analysis::Online;
 use crate::model::testing::{MAIN, MIB, Script};
-use crate::model::{Access, AccessKind, StepRule, Tid};
+use crate::model::{Access, AccessKind, StepRule, Tid, Whose};
 
 const AUTOGRAD: Tid = Tid(101);
 
@@ -140,6 +140,104 @@ fn a_copy_that_is_kept_is_no_state_of_the_optimizer() {
         [of_first_step[0], of_first_step[1], (BEST, Class::Activation)],
         "copied and compared, but no update is made with it"
     );
+}
+
+/// Allocates on the thread of the backward pass, which has no call of its own.
+fn alloc_backward(script: &mut Script, ptr: u64) {
+    script.alloc_at(Some(7), Whose::Via, ptr, MIB);
+    if let Some(event) = script.events.last_mut() {
+        event.tid = AUTOGRAD;
+    }
+}
+
+/// Of two layers that are nothing but matrices: no operator of the backward pass has a name that says so.
+fn linear_step(script: &mut Script, after_backward: impl FnOnce(&mut Script)) {
+    use AccessKind::{Read, Write};
+    let range = script.range(MAIN, "step start");
+    script.alloc(OUTPUT, 8 * MIB);
+    op(script, MAIN, "aclnnMm", &[(WEIGHT, Read), (OUTPUT, Write)]);
+    alloc_backward(script, GRADIENT);
+    op(script, AUTOGRAD, "aclnnMm", &[(OUTPUT, Read), (GRADIENT, Write)]);
+    script.free(OUTPUT);
+    after_backward(script);
+    op(script, MAIN, "aclnnInplaceMuls", &[(STATE, Write)]);
+    op(script, MAIN, "aclnnInplaceLerps", &[(STATE, Write), (GRADIENT, Read)]);
+    op(script, MAIN, "aclnnInplaceAddcdiv", &[(WEIGHT, Write), (STATE, Read)]);
+    script.range_end(MAIN, range);
+}
+
+const TRAINED: [(u64, Class); 3] =
+    [(WEIGHT, Class::Weight), (STATE, Class::OptimizerState), (GRADIENT, Class::Gradient)];
+
+#[test]
+fn a_backward_pass_is_known_by_its_thread() {
+    let mut script = Script::new();
+    script.alloc(WEIGHT, MIB).alloc(STATE, MIB);
+    linear_step(&mut script, |_| {});
+    assert_eq!(classes(&script), TRAINED);
+}
+
+#[test]
+fn gradients_that_are_clipped_are_gradients() {
+    use AccessKind::{Read, Unknown, Write};
+    const NORM: u64 = 0x50_0000;
+    let clip = |script: &mut Script| {
+        script.alloc(NORM, 512);
+        op(script, MAIN, "aclnnForeachNorm", &[(GRADIENT, Unknown), (NORM, Unknown)]);
+        op(script, MAIN, "aclnnStack", &[(NORM, Read)]);
+        op(script, MAIN, "aclnnAdds", &[(NORM, Read)]);
+        op(script, MAIN, "aclnnClamp", &[(NORM, Read)]);
+        op(script, MAIN, "aclnnInplaceMul", &[(GRADIENT, Write), (NORM, Read)]);
+        script.free(NORM);
+    };
+    let norms = |script: &mut Script| {
+        script.alloc(NORM, 512);
+        op(script, MAIN, "aclnnLinalgVectorNorm", &[(GRADIENT, Read), (NORM, Write)]);
+        script.free(NORM);
+    };
+    let mut script = Script::new();
+    script.alloc(WEIGHT, MIB).alloc(STATE, MIB);
+    linear_step(&mut script, clip);
+    assert_eq!(classes(&script), TRAINED);
+    script.free(GRADIENT);
+    linear_step(&mut script, norms);
+    assert_eq!(classes(&script), TRAINED);
+}
+
+/// Without marks, a forward pass begins as what comes before an optimizer does.
+#[test]
+fn what_comes_after_a_backward_pass_is_told_by_what_follows() {
+    use AccessKind::{Read, Write};
+    const KEPT: u64 = 0x50_0000;
+    let mut script = Script::new();
+    script.alloc(WEIGHT, MIB).alloc(STATE, MIB);
+    linear_step(&mut script, |script| {
+        // Another forward pass, for gradients that add up.
+        script.alloc(KEPT, MIB).alloc(OUTPUT, MIB);
+        op(script, MAIN, "aclnnMm", &[(WEIGHT, Read), (OUTPUT, Write)]);
+        op(script, MAIN, "aclnnInplaceAdd", &[(OUTPUT, Write), (KEPT, Read)]);
+        op(script, AUTOGRAD, "aclnnMm", &[(OUTPUT, Read), (KEPT, Read), (GRADIENT, Write)]);
+    });
+    let (with, activations) = classes(&script).into_iter().partition::<Vec<_>, _>(|(ptr, _)| *ptr < OUTPUT);
+    assert_eq!(with, TRAINED);
+    assert_eq!(activations, [(OUTPUT, Class::Activation), (KEPT, Class::Activation)]);
+}
+
+#[test]
+fn an_average_of_weights_is_no_state_of_the_optimizer() {
+    use AccessKind::{Read, Write};
+    const AVERAGE: u64 = 0x50_0000;
+    let mut script = Script::new();
+    script.alloc(WEIGHT, MIB).alloc(STATE, MIB).alloc(AVERAGE, MIB);
+    for step in 0..2 {
+        if step > 0 {
+            script.free(GRADIENT);
+        }
+        linear_step(&mut script, |_| {});
+        op(&mut script, MAIN, "aclnnInplaceMuls", &[(AVERAGE, Write)]);
+        op(&mut script, MAIN, "aclnnInplaceAdd", &[(AVERAGE, Write), (WEIGHT, Read)]);
+    }
+    assert_eq!(classes(&script), [&TRAINED[..], &[(AVERAGE, Class::Activation)]].concat());
 }
 
 #[test]
