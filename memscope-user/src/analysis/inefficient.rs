@@ -153,6 +153,9 @@ pub struct Finding {
     /// the time for which it was not needed. Dead write: the two writes. Leak: last access and end.
     pub from: Moment,
     pub to: Moment,
+    /// `from` is the allocation: until `to` no use was seen. Of what msMemScope's rules take to be used by being allocated,
+    /// too.
+    pub from_allocation: bool,
     /// The call between the two in which some block was freed (early, rules of msMemScope) or allocated (late).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub call_between: Option<u64>,

@@ -3,7 +3,7 @@
 //! A, B and C are marks of one text, one after another. Each device of a process goes by the marks that were set while
 //! it was current; a device that has none of its own, and host memory, by those of the device that had the first one.
 //! msMemScope knows the rule for driver memory on one device; with [`Config::pool`] set to that pool the answers are
-//! the same.
+//! the same. Without, driver memory that a pool cuts into blocks is left out: those are looked at themselves.
 
 use std::collections::BTreeMap;
 
@@ -104,7 +104,7 @@ struct Watch {
 }
 
 /// Blocks allocated between A and B; several at one address when frees between them were lost.
-type Blocks = FxHashMap<(Pool, DevicePtr), Vec<Leak>>;
+type Blocks = BTreeMap<(Pool, DevicePtr), Vec<Leak>>;
 
 #[derive(Debug, Default)]
 struct Marks {
@@ -132,6 +132,19 @@ impl Marks {
 }
 
 impl Watch {
+    /// Forgets the driver's block that a pool's lies in.
+    fn leave_out_segment(&mut self, ptr: DevicePtr) {
+        for blocks in [&mut self.by_own, &mut self.by_process] {
+            let before = blocks.range(..=(Pool::Hal, ptr)).next_back().map(|(key, leaks)| (*key, leaks));
+            if let Some((key, leaks)) = before
+                && key.0 == Pool::Hal
+                && leaks.iter().any(|leak| ptr.0 - key.1.0 < leak.size)
+            {
+                blocks.remove(&key);
+            }
+        }
+    }
+
     /// Takes blocks off, by each of the two sets of marks when their frees count.
     fn take_off(&mut self, process_marks: &Marks, mut off: impl FnMut(&mut Blocks)) {
         if self.own_marks.frees_count() {
@@ -169,6 +182,11 @@ impl OfflineLeaks {
             Fact::Event(EventKind::Mark { text, .. }) => other_marks.add(text),
             Fact::Event(EventKind::RangeBegin { text, .. }) if **text == *self.config.mark => *ranges += 1,
             Fact::Event(EventKind::Alloc(alloc)) => {
+                if self.config.pool.is_none() && !matches!(alloc.pool, Pool::Hal | Pool::Host) {
+                    for watch in places.values_mut() {
+                        watch.leave_out_segment(alloc.ptr);
+                    }
+                }
                 let (Some(place), true) =
                     (row.place(), self.config.pool.is_none_or(|pool| pool == alloc.pool))
                 else {

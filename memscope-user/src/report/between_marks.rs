@@ -25,7 +25,7 @@ pub fn render(report: &Report) -> String {
 
 fn write_device(out: &mut String, report: &Report, device: &DeviceReport) {
     let who = format!("Process {}, device {}", device.pid, device.device);
-    let Some([a, _, c]) = device.between else {
+    let Some([a, b, c]) = device.between else {
         let mut text = format!(
             "{who}: {} {:?}, three are needed from index {} on",
             units::count_of(device.marks as u64, "mark"),
@@ -49,10 +49,11 @@ fn write_device(out: &mut String, report: &Report, device: &DeviceReport) {
     let bytes = units::sum(device.leaks.iter().map(|leak| leak.size));
     let exact = if bytes >= 1024 { format!(" ({} bytes)", units::count(bytes)) } else { String::new() };
     let text = format!(
-        "{who}: {}, {}{exact}, allocated from row {} on and not freed before row {}",
+        "{who}: {}, {}{exact}, allocated between rows {} and {} and not freed before row {}",
         units::blocks(device.leaks.len() as u64),
         units::bytes(bytes),
         a.id,
+        b.id,
         c.id
     );
     line(out, &text);
@@ -153,7 +154,7 @@ mod tests {
         assert_eq!(
             render(&report(leaks)),
             "\
-Process 7, device 0: 4 blocks, 1.00 MiB (1,052,160 bytes), allocated from row 1 on and not freed before row 30
+Process 7, device 0: 4 blocks, 1.00 MiB (1,052,160 bytes), allocated between rows 1 and 20 and not freed before row 30
   PTA 1.00 MiB in 2 blocks of up to 1.00 MiB, at job/train.py:92 in main, around aclnnAdds, thread 7, first at \
 0x2000, row 2
   PTA 1.00 KiB in 2 blocks of 512 B, around aclnnAdds, thread 7, first at 0x3000, row 3

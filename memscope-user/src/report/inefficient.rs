@@ -127,9 +127,15 @@ fn operators(group: &Group) -> String {
         format!("{} to {}", units::count(min), units::count(max))
     };
     let plural = if (min, max) == (1, 1) { "operator" } else { "operators" };
+    // Of single ones it is said which.
+    let never = if group.examples.iter().any(|finding| finding.from_allocation) {
+        ", or after the allocation where there was none"
+    } else {
+        ""
+    };
     match group.pattern {
         Pattern::EarlyAllocation => format!("{number} {plural} before the first use"),
-        Pattern::LateDeallocation => format!("{number} {plural} after the last use"),
+        Pattern::LateDeallocation => format!("{number} {plural} after the last use{never}"),
         Pattern::TemporaryIdleness => format!("{number} {plural} between two uses"),
         Pattern::UnusedAllocation => format!("held for {number} {plural} and never used"),
         Pattern::RedundantAllocation => {
@@ -146,15 +152,20 @@ fn example(finding: &Finding) -> String {
         let _ = write!(text, ", allocation {id}");
     }
     let (from, to) = (finding.from.call, finding.to.call);
+    let begun =
+        if finding.from_allocation { "never used since its allocation in call" } else { "last used in call" };
     let _ = match (finding.pattern, finding.call_between) {
         (Pattern::EarlyAllocation, Some(between)) => {
             write!(text, ": allocated in call {from}, another block freed in {between}, first used in {to}")
         }
         (Pattern::LateDeallocation, Some(between)) => {
-            write!(text, ": last used in call {from}, another block allocated in {between}, freed in {to}")
+            write!(text, ": {begun} {from}, another block allocated in {between}, freed in {to}")
         }
         (Pattern::EarlyAllocation, None) => write!(text, ": allocated in call {from}, first used in {to}"),
-        (Pattern::LateDeallocation, None) => write!(text, ": last used in call {from}, freed in {to}"),
+        (Pattern::LateDeallocation, None) => write!(text, ": {begun} {from}, freed in {to}"),
+        (Pattern::TemporaryIdleness, _) if finding.from_allocation => {
+            write!(text, ": allocated in call {from}, first used in {to}")
+        }
         (Pattern::TemporaryIdleness, _) => write!(text, ": used in calls {from} and {to}, not between"),
         (Pattern::DeadWrite, _) => write!(text, ": written in calls {from} and {to}"),
         _ => write!(text, ": calls {from} to {to}"),
@@ -199,6 +210,7 @@ mod tests {
             place: None,
             from,
             to,
+            from_allocation: false,
             call_between,
             operators: to.call - from.call - 1,
             wasted: size,
@@ -284,6 +296,18 @@ the peak would be 7.00 MiB less
             assert_eq!(line.trim_start(), expected);
         }
         assert!(text.contains("calls 2 to 9, instead of allocation 3\n"), "{text}");
+
+        let never =
+            Finding { from_allocation: true, ..finding(Pattern::LateDeallocation, MIB, [2, 9], None) };
+        let text = render(&report(Rules::DRGPUM, vec![group(never, 1, 0)]), false);
+        assert!(
+            text.contains("6 operators after the last use, or after the allocation where there was none;"),
+            "{text}"
+        );
+        assert!(
+            text.contains("allocation 6: never used since its allocation in call 2, freed in 9\n"),
+            "{text}"
+        );
     }
 
     #[test]

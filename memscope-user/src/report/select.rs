@@ -2,7 +2,7 @@
 
 use super::document::{Device, Document};
 use super::units;
-use crate::model::DeviceId;
+use crate::model::{DeviceId, StepId};
 
 impl Document {
     /// Whether there is a leak that recurs. State that was built once, late, is listed but is no finding.
@@ -17,7 +17,12 @@ impl Document {
 
     /// Of the steps that are reported, those of which it can be told what leaks.
     pub fn steps_judged(&self, device: &Device) -> u32 {
-        self.selection.steps.count_in(2..=device.last_step_ended.0.saturating_sub(1))
+        self.steps_judged_from(device, StepId(2))
+    }
+
+    /// As [`Self::steps_judged`], from one of them on.
+    pub fn steps_judged_from(&self, device: &Device, first: StepId) -> u32 {
+        self.selection.steps.count_in(first.0..=device.last_step_ended.0.saturating_sub(1))
     }
 
     /// The most frequent marks and ranges, for people; empty when there were none.

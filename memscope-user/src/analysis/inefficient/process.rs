@@ -162,6 +162,8 @@ struct Block {
     /// The last access. By the rules of msMemScope, an allocation outside of operators is one: it knows `torch.empty` as
     /// an operator that writes to the block, for which nothing is called that could be seen from outside.
     used: Option<At>,
+    /// An access has been seen.
+    accessed: bool,
     /// The first access by another call than the allocation's has been.
     begun: bool,
     /// Initialised, and not accessed since: where, how much and when.
@@ -372,6 +374,7 @@ impl Process {
             size,
             alloc: at,
             used: None,
+            accessed: false,
             begun: false,
             initialised: None,
             is_segment: false,
@@ -749,6 +752,7 @@ impl Judge<'_> {
             }
         }
         block.used = Some(at);
+        block.accessed = true;
         self.region.release(block.site, SINCE_ACCESS, std::mem::replace(&mut block.since_access, now));
     }
 
@@ -835,6 +839,7 @@ impl Judge<'_> {
             place: None,
             from: other.alloc.moment(),
             to: to.moment(),
+            from_allocation: true,
             call_between: None,
             operators: operators_between(other.alloc, to),
             wasted: 0,
@@ -898,6 +903,7 @@ impl Judge<'_> {
             place: None,
             from: from.moment(),
             to: to.moment(),
+            from_allocation: pattern == Pattern::EarlyAllocation || !block.accessed,
             call_between,
             operators: operators_between(from, to),
             wasted: 0,

@@ -544,6 +544,23 @@ fn where_no_access_is_seen_nothing_is_said() {
     assert!(found.is_empty() && report.pools.is_empty(), "{found:?} {report:?}");
 }
 
+/// The rules of msMemScope take it to be used where it is allocated; that nothing else used it is told.
+#[test]
+fn what_was_never_used_is_told_from_what_was() {
+    let (pool, tid) = (Pool::Pta, 1);
+    let alloc = |block| Act::Alloc { tid, pool, block, size: 9 };
+    let used = |block| Act::Access { tid, pool, block, kind: AccessKind::Read };
+    let free = |block| Act::Free { tid, pool, block };
+    let acts = [alloc(1), alloc(2), used(2), alloc(3), free(1), free(2), free(3)];
+    let config = Config { patterns: vec![Pattern::LateDeallocation], ..Config::new(Rules::MEMSCOPE) };
+    let late: Vec<_> = analyse(&acts, &config)
+        .0
+        .iter()
+        .filter_map(|found| Some((found.allocation_id?.0, found.from_allocation)))
+        .collect();
+    assert_eq!(late, [(1, true), (2, false)]);
+}
+
 /// What operators use of it are the pool's blocks.
 #[test]
 fn a_segment_of_a_pool_is_not_unused() {

@@ -38,9 +38,10 @@ impl Report<'_> {
     pub(super) fn leaks(&self, out: &mut String) {
         let groups = &self.leaking;
         for group in groups.iter().take(GROUPS_SHOWN) {
-            let judged = self.document.steps_judged(group.device);
             let steps: BTreeSet<StepId> = group.blocks.iter().map(|block| block.step).collect();
-            let Some(first) = group.blocks.first() else { continue };
+            let (Some(first), Some(begin)) = (group.blocks.first(), steps.first()) else { continue };
+            // Since it began: what was before says nothing of what will be.
+            let judged = self.document.steps_judged_from(group.device, *begin);
             let mut text = format!(
                 "{} {} {}: +{}/step",
                 self.paint.alarm("LEAK"),
