@@ -13,8 +13,8 @@ use rustc_hash::FxHashMap;
 use serde::Serialize;
 
 use crate::model::{
-    Access, AllocationId, Block, Change, DeviceId, DevicePtr, Event, EventKind, Frame, Ledger, Name, Pool,
-    Tgid, Tid, Whose,
+    self, Access, AllocationId, Block, Change, DeviceId, DevicePtr, Event, EventKind, Frame, Ledger, Name,
+    Pool, Tgid, Tid, Totals, Whose,
 };
 
 use super::Analysis;
@@ -79,6 +79,9 @@ pub struct Decomposition {
     pub live_bytes: u64,
     /// The most bytes of blocks at once, since attach.
     pub peak_bytes: u64,
+    /// What the pools' allocators said at that time.
+    #[serde(skip)]
+    pub totals: Vec<(Pool, Totals)>,
     pub classes: Vec<ClassShare>,
     /// By the operator in progress at allocation, else the last one before.
     pub operators: Vec<NamedShare>,
@@ -253,10 +256,10 @@ impl Analysis for Decompose {
                 process.settle(between);
             }
             (_, Change::Finalized) => {
-                process.finished = Some(process.decompose(event.tgid, known.blocks()));
+                process.finished = Some(process.decompose(event.tgid, known.blocks(), known));
             }
             (_, Change::Ended { blocks, .. }) if process.finished.is_none() => {
-                process.finished = Some(process.decompose(event.tgid, blocks.iter()));
+                process.finished = Some(process.decompose(event.tgid, blocks.iter(), known));
             }
             _ => {}
         }
@@ -272,7 +275,7 @@ impl Decompose {
         };
         let mut devices = match &process.finished {
             Some(finished) => finished.clone(),
-            None => process.decompose(known.tgid, known.blocks()),
+            None => process.decompose(known.tgid, known.blocks(), known),
         };
         devices.iter_mut().for_each(|of| of.program = ledger.program(position));
         devices
@@ -343,7 +346,12 @@ impl Process {
         }
     }
 
-    fn decompose<'a>(&self, pid: Tgid, live: impl Iterator<Item = &'a Block>) -> Vec<Decomposition> {
+    fn decompose<'a>(
+        &self,
+        pid: Tgid,
+        live: impl Iterator<Item = &'a Block>,
+        known: &model::Process,
+    ) -> Vec<Decomposition> {
         let mut shares: Vec<Shares> = self.devices.iter().map(|device| device.gone.clone()).collect();
         let mut blocks: Vec<Vec<ClassifiedBlock>> = self.devices.iter().map(|_| Vec::new()).collect();
         for block in live {
@@ -381,7 +389,10 @@ impl Process {
                     inferred: class.inferred(),
                     share,
                 };
+                let memory = known.device(device.device);
+                let totals = |pool| Some((pool, memory?.while_used().pool(pool).totals?));
                 Decomposition {
+                    totals: Pool::ALL.into_iter().filter_map(totals).collect(),
                     pid,
                     program: 1,
                     device: device.device,

@@ -48,7 +48,7 @@ pub(super) fn write_trees(out: &mut String, document: &Document, paint: &Paint) 
         line(out, &paint.heading(&heading));
         driver(out, device);
         if let Some(pools) = pools {
-            write_pools(out, device, pools);
+            write_pools(out, pools);
         }
     }
 }
@@ -61,7 +61,7 @@ fn driver(out: &mut String, device: &Device) {
     }
 }
 
-fn write_pools(out: &mut String, device: &Device, of: &Decomposition) {
+fn write_pools(out: &mut String, of: &Decomposition) {
     let mut pools: Vec<Pool> = of.classes.iter().map(|class| class.pool).collect();
     pools.dedup();
     for pool in pools {
@@ -73,14 +73,18 @@ fn write_pools(out: &mut String, device: &Device, of: &Decomposition) {
             2,
             &Share { live_bytes: sum(|s| s.live_bytes), peak_bytes: sum(|s| s.peak_bytes), live_blocks: 0 },
         );
-        let facts = device.pools.iter().find(|facts| facts.pool == pool);
-        if let Some((reserved, allocated)) = facts.and_then(|facts| facts.reserved.zip(facts.allocated)) {
+        if let Some((_, totals)) = of.totals.iter().find(|(of, _)| *of == pool) {
             let _ = write!(
                 text,
                 "  of {} reserved, {} unused",
-                units::bytes(reserved),
-                units::bytes(reserved.saturating_sub(allocated))
+                units::bytes(totals.reserved),
+                units::bytes(totals.reserved.saturating_sub(totals.allocated))
             );
+            let before = totals.allocated.saturating_sub(sum(|s| s.live_bytes));
+            if before > 0 {
+                let _ =
+                    write!(text, ", {} from before the trace, which is not told apart", units::bytes(before));
+            }
         }
         line(out, &text);
         for class in of.classes.iter().filter(|class| class.pool == pool) {
@@ -142,7 +146,7 @@ mod tests {
 
     use super::*;
     use crate::analysis::Online;
-    use crate::model::testing::{MIB, Script};
+    use crate::model::testing::{MAIN, MIB, Script};
     use crate::model::{EventKind, Module, Origin, Stack, StepRule, Whose};
     use crate::report::document::Trace;
 
@@ -179,6 +183,23 @@ Memory of device 0: now, and at the peak of its pools
 Next: write a dump with the accesses that tell what blocks are for: --analysis decompose
 "
         );
+        // As it was when the process said that it had finished, whatever it tidies up.
+        script.push(MAIN, EventKind::AclFinalize).free_in(Pool::Pta, 0x4000_0000, Some((0, 20 * MIB)));
+        let mut finished = Online::new(StepRule::default(), false).with_decompose();
+        for event in &script.events {
+            finished.apply(event);
+        }
+        let pools = |online: &Online| {
+            let text = render(&Document::new(Trace::default(), online), false);
+            text.lines().find(|line| line.starts_with("  PTA")).map(str::to_owned)
+        };
+        assert_eq!(pools(&finished), pools(&online));
+        let attached_late: Vec<_> = script.events.iter().skip(4).cloned().collect();
+        let mut online = Online::new(StepRule::default(), false).with_decompose();
+        for event in &attached_late {
+            online.apply(event);
+        }
+        assert!(pools(&online).is_some_and(|line| line.ends_with("5.00 MiB from before the trace, which is not told apart")));
         let nothing = Document::new(Trace::default(), &Online::new(StepRule::default(), false));
         assert_eq!(render(&nothing, false), "No device memory was allocated.\n");
     }

@@ -302,8 +302,8 @@ pub(super) fn reserve(series: &ReserveFacts) -> Option<String> {
         Some(pair) => {
             let (before, after) = (pair[0].reserved, pair[1].reserved);
             let how = if after > before { "grew" } else { "shrank" };
-            let _ =
-                write!(text, " in the end, which last {how} by {} in ", units::bytes(before.abs_diff(after)));
+            let bytes = units::bytes(before.abs_diff(after));
+            let _ = write!(text, " in step {}, which last {how} by {bytes} in ", last.step);
             let _ = match pair[1].steps {
                 1 => write!(text, "step {}", pair[1].step),
                 several => write!(text, "steps {}-{}", pair[1].step.0 + 1 - several, pair[1].step),

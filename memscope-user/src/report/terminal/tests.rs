@@ -693,7 +693,7 @@ fn a_reserve_that_grows_for_nothing_is_said_to() {
     assert_eq!(
         said(&[(10, 20), (30, 40), (30, 40)]).as_deref(),
         Some(
-            "over steps 2-4 at most 30.0 MiB allocated, 40.0 MiB reserved in the end, which last grew by 20.0 MiB in step 3"
+            "over steps 2-4 at most 30.0 MiB allocated, 40.0 MiB reserved in step 4, which last grew by 20.0 MiB in step 3"
         )
     );
     let fragmented = said(&[(30, 40), (29, 44), (10, 42)]).expect("a series");
