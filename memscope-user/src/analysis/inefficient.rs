@@ -147,8 +147,9 @@ pub struct Finding {
     pub size: u64,
     /// The operator around which it was allocated.
     pub op: Option<Name>,
-    /// The line of the program that allocated it, where that is known.
+    /// The line of the program that allocated it, where that is known, and who called that.
     pub place: Option<Frame>,
+    pub caller: Option<Frame>,
     /// Early: its allocation and first access. Late: last access and free. Idle: two accesses. Unused and redundant:
     /// the time for which it was not needed. Dead write: the two writes. Leak: last access and end.
     pub from: Moment,
@@ -213,12 +214,13 @@ pub struct PoolReport {
     pub groups: Vec<Group>,
 }
 
-/// Findings of one pattern at one line of the program, around one operator.
+/// Findings of one pattern at one line of the program, which one other has called, around one operator.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Group {
     pub pattern: Pattern,
     pub op: Option<Name>,
     pub place: Option<Frame>,
+    pub caller: Option<Frame>,
     pub findings: u64,
     /// Bytes of the largest.
     pub largest: u64,
@@ -261,13 +263,15 @@ impl Inefficient {
             }
             Fact::Event(kind) => match kind {
                 EventKind::Alloc(alloc) => {
+                    let (place, caller) = place(alloc.stack.as_deref());
                     let allocation = Allocation {
                         pool: alloc.pool,
                         device: device_of(alloc.pool, row),
                         id: row.allocation_id,
                         ptr: alloc.ptr,
                         size: alloc.size,
-                        place: place(alloc.stack.as_deref()),
+                        place,
+                        caller,
                     };
                     self.process(tgid, time).alloc(allocation, tid);
                 }
@@ -347,8 +351,8 @@ impl Analysis for Inefficient {
                     return;
                 };
                 let (pool, device, ptr, size) = (block.pool, block.device, block.ptr, block.size);
-                let (id, place) = (Some(block.id), place(block.stack.as_deref()));
-                let allocation = Allocation { pool, device, id, ptr, size, place };
+                let (id, (place, caller)) = (Some(block.id), place(block.stack.as_deref()));
+                let allocation = Allocation { pool, device, id, ptr, size, place, caller };
                 self.process(*tgid, *time).alloc(allocation, *tid);
             }
             // The same block in other words.
@@ -376,9 +380,10 @@ impl Analysis for Inefficient {
     }
 }
 
-/// The line of the program.
-fn place(stack: Option<&Stack>) -> Option<Frame> {
-    stack?.place().cloned()
+/// The line of the program, and who called it.
+fn place(stack: Option<&Stack>) -> (Option<Frame>, Option<Frame>) {
+    let place = stack.and_then(Stack::place);
+    (place.cloned(), stack.filter(|_| place.is_some()).and_then(Stack::caller).cloned())
 }
 
 /// Host memory is on no device, whatever the thread's.

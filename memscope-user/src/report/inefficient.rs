@@ -183,6 +183,9 @@ fn around(text: &mut String, group: &Group) {
     if let Some(place) = &group.place {
         let comma = if group.op.is_some() { "," } else { "" };
         let _ = write!(text, "{comma} at {}", units::place(place));
+        if let Some(caller) = &group.caller {
+            let _ = write!(text, " called by {}", units::place(caller));
+        }
     }
 }
 
@@ -208,6 +211,7 @@ mod tests {
             size,
             op: Some(Arc::from("aclnnMm")),
             place: None,
+            caller: None,
             from,
             to,
             from_allocation: false,
@@ -224,6 +228,7 @@ mod tests {
             pattern: example.pattern,
             op: example.op.clone(),
             place: example.place.clone(),
+            caller: example.caller.clone(),
             findings,
             largest: example.size,
             operators_min: if findings == 1 { example.operators } else { 1 },
@@ -255,15 +260,20 @@ mod tests {
     fn what_lowers_the_peak_is_said_first_with_its_numbers() {
         let late = finding(Pattern::LateDeallocation, 7 * MIB, [14, 3121], Some(18));
         let early = finding(Pattern::EarlyAllocation, 5 * MIB, [6, 8], Some(7));
-        let frame = Frame { function: "main".into(), file: "/src/job/train.py".into(), line: Some(9) };
-        let late = Group { place: Some(frame), ..group(late, 3, 7 * MIB) };
+        let frame = |function: &str, line| Frame {
+            function: function.into(),
+            file: "/src/job/train.py".into(),
+            line: Some(line),
+        };
+        let (frame, caller) = (frame("new", 9), frame("main", 20));
+        let late = Group { place: Some(frame), caller: Some(caller), ..group(late, 3, 7 * MIB) };
         let groups = vec![late, group(early, 1, 0)];
         assert_eq!(
             render(&report(Rules::MEMSCOPE, groups), false),
             "\
 Inefficient memory, by the rules of msMemScope (idle: more than 3,000 calls between two uses)
   device 0 PTA: peak 64.0 MiB, 57.0 MiB without all that follows
-    Late deallocation around aclnnMm, at job/train.py:9 in main: 3 times, up to 7.00 MiB, 1 to 3,106 operators after the last use; \
+    Late deallocation around aclnnMm, at job/train.py:9 in new called by job/train.py:20 in main: 3 times, up to 7.00 MiB, 1 to 3,106 operators after the last use; \
 the peak would be 7.00 MiB less
       7.00 MiB at 0xabc0, allocation 6: last used in call 14, another block allocated in 18, freed in 3121
     Early allocation around aclnnMm: once, 5.00 MiB, 1 operator before the first use; the peak stays

@@ -104,8 +104,8 @@ struct Region {
     reusable: FxHashMap<u64, VecDeque<Reusable>>,
 }
 
-/// Where blocks are allocated: the line of the program, where that is known, and the operator around it.
-type Origin = (Option<Frame>, Option<Name>);
+/// Where blocks are allocated: the line of the program, where that is known, who called it, and the operator around it.
+type Origin = (Option<Frame>, Option<Frame>, Option<Name>);
 
 /// Blocks allocated at one place.
 #[derive(Debug)]
@@ -147,6 +147,8 @@ pub(super) struct Allocation {
     pub size: u64,
     /// The line of the program, where that is known.
     pub place: Option<Frame>,
+    /// Who called it.
+    pub caller: Option<Frame>,
 }
 
 #[derive(Debug)]
@@ -345,7 +347,7 @@ impl Process {
     }
 
     pub fn alloc(&mut self, allocation: Allocation, tid: Tid) {
-        let Allocation { pool, device, id, ptr, size, place } = allocation;
+        let Allocation { pool, device, id, ptr, size, place, caller } = allocation;
         // The free of what was there has not been seen.
         if let Some(slot) = self.blocks.by_ptr[pool as usize].get(&ptr).copied() {
             self.forget(slot);
@@ -363,7 +365,7 @@ impl Process {
         let region = &mut self.regions[region_index as usize];
         let at = at.stamped(region.timeline.next());
         region.blocks += 1;
-        let site = region.site((place, op));
+        let site = region.site((place, caller, op));
         self.blocks.last_number += 1;
         let mut block = Block {
             number: self.blocks.last_number,
@@ -566,7 +568,7 @@ impl Region {
         if let Some(site) = self.by_origin.get(&origin) {
             return *site;
         }
-        let origin = if self.sites.len() < SITES_MAX { origin } else { (None, None) };
+        let origin = if self.sites.len() < SITES_MAX { origin } else { Origin::default() };
         if let Some(site) = self.by_origin.get(&origin) {
             return *site;
         }
@@ -648,8 +650,9 @@ impl Region {
                 let (operators_min, operators_max) = tally.operators.unwrap_or_default();
                 Group {
                     pattern,
-                    op: site.origin.1.clone(),
+                    op: site.origin.2.clone(),
                     place: site.origin.0.clone(),
+                    caller: site.origin.1.clone(),
                     findings: tally.findings,
                     largest: tally.largest,
                     operators_min,
@@ -667,7 +670,7 @@ impl Region {
             .collect();
         groups.sort_by(|a, b| {
             let key = |group: &Group| (Reverse(group.saved_at_peak), Reverse(group.wasted), group.pattern);
-            key(a).cmp(&key(b)).then_with(|| (&a.op, &a.place).cmp(&(&b.op, &b.place)))
+            key(a).cmp(&key(b)).then_with(|| (&a.op, &a.place, &a.caller).cmp(&(&b.op, &b.place, &b.caller)))
         });
         PoolReport {
             pid,
@@ -837,6 +840,7 @@ impl Judge<'_> {
             size: block.size,
             op: None,
             place: None,
+            caller: None,
             from: other.alloc.moment(),
             to: to.moment(),
             from_allocation: true,
@@ -901,6 +905,7 @@ impl Judge<'_> {
             size: block.size,
             op: None,
             place: None,
+            caller: None,
             from: from.moment(),
             to: to.moment(),
             from_allocation: pattern == Pattern::EarlyAllocation || !block.accessed,
@@ -916,7 +921,7 @@ impl Judge<'_> {
 
     fn report(&mut self, site: u32, mut finding: Finding, stretch: Option<Stretch>) {
         let site = &mut self.region.sites[site as usize];
-        (finding.place, finding.op) = site.origin.clone();
+        (finding.place, finding.caller, finding.op) = site.origin.clone();
         finding.wasted = finding.size.saturating_mul(finding.operators);
         (self.found)(&finding);
         let group = &mut site.groups[finding.pattern as usize];
