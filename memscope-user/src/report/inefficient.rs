@@ -127,15 +127,17 @@ fn operators(group: &Group) -> String {
         format!("{} to {}", units::count(min), units::count(max))
     };
     let plural = if (min, max) == (1, 1) { "operator" } else { "operators" };
-    // Of single ones it is said which.
-    let never = if group.examples.iter().any(|finding| finding.from_allocation) {
-        ", or after the allocation where there was none"
-    } else {
-        ""
+    let never_used = |finding: &Finding| finding.from_allocation;
+    let since = match &group.examples[..] {
+        examples if !examples.is_empty() && examples.iter().all(never_used) => {
+            "the allocation, without a use"
+        }
+        examples if examples.iter().any(never_used) => "the last use, or the allocation where there was none",
+        _ => "the last use",
     };
     match group.pattern {
         Pattern::EarlyAllocation => format!("{number} {plural} before the first use"),
-        Pattern::LateDeallocation => format!("{number} {plural} after the last use{never}"),
+        Pattern::LateDeallocation => format!("{number} {plural} after {since}"),
         Pattern::TemporaryIdleness => format!("{number} {plural} between two uses"),
         Pattern::UnusedAllocation => format!("held for {number} {plural} and never used"),
         Pattern::RedundantAllocation => {
@@ -310,10 +312,7 @@ the peak would be 7.00 MiB less
         let never =
             Finding { from_allocation: true, ..finding(Pattern::LateDeallocation, MIB, [2, 9], None) };
         let text = render(&report(Rules::DRGPUM, vec![group(never, 1, 0)]), false);
-        assert!(
-            text.contains("6 operators after the last use, or after the allocation where there was none;"),
-            "{text}"
-        );
+        assert!(text.contains("6 operators after the allocation, without a use;"), "{text}");
         assert!(
             text.contains("allocation 6: never used since its allocation in call 2, freed in 9\n"),
             "{text}"
