@@ -520,7 +520,16 @@ fn what_is_malformed_is_named_and_the_rest_is_read() {
         "7,MSTX\n",
         "8,NEW_EVENT,NEW_TYPE,N/A,9,1,1,0,N/A,,,\n",
         "9,MSTX,Mark,good,10,1,1,0,N/A,,,\n",
-        "10,MSTX,Mark,cut o",
+        "10,MALLOC,PTA,N/A,11,1,1,0,0x10,\"{size:18446744073709551616}\",,\n",
+        "11,MALLOC,PTA,N/A,12,1,1,0,0x10,\"{size:1e9}\",,\n",
+        "12,MALLOC,PTA,N/A,13,1,1,0,0x10,\"{size:-512}\",,\n",
+        "13,FREE,PTA,N/A,14,1,1,0,0x10,\"{size:abc}\",,\n",
+        "14,ACCESS,READ,N/A,15,1,1,0,0x10,\"{size:abc}\",,\n",
+        "15,NEW_EVENT,NEW_TYPE,N/A,16,1,1,0,N/A,,,\n",
+        "16,MALLOC,NEW_POOL,N/A,17,1,1,0,0x10,\"{size:1}\",,\n",
+        "17,SNAPSHOT,MEMORY_SNAPSHOT,N/A,18,1,1,0,N/A,,,\n",
+        "18,KERNEL_LAUNCH,KERNEL_EXECUTE_END,N/A,19,1,1,0,N/A,,,\n",
+        "19,MSTX,Mark,cut o",
     ));
     assert_eq!(rows.iter().map(|row| row.id).collect::<Vec<_>>(), [0, 9]);
     let shown: Vec<String> = problems.first.iter().map(ToString::to_string).collect();
@@ -532,9 +541,21 @@ fn what_is_malformed_is_named_and_the_rest_is_read() {
         "7: a MALLOC row without size in column Attr",
         "8: column Ptr: `0xzz` is not an address",
         "9: 2 cells instead of 12",
-        "12: the file ends within this row",
+        "10: Event and Event Type: `NEW_EVENT,NEW_TYPE` is no kind of row that is known here",
+        "12: column Attr, size: `18446744073709551616` is not a number of bytes",
+        "13: column Attr, size: `1e9` is not a number of bytes",
+        "14: column Attr, size: `-512` is not a number of bytes",
+        "15: column Attr, size: `abc` is not a number of bytes",
+        "16: column Attr, size: `abc` is not a number of bytes",
+        "18: Event and Event Type: `MALLOC,NEW_POOL` is no kind of row that is known here",
+        "21: the file ends within this row",
     ];
-    assert_eq!(problems.total, expected.len() as u64);
+    assert_eq!(shown.len(), expected.len(), "{shown:?}");
+    assert_eq!((problems.total, problems.unknown), (1 + expected.len() as u64, 3));
+    assert_eq!(
+        problems.to_string(),
+        "13 rows could not be read; 3 rows were of a kind that is not known here"
+    );
     for (shown, expected) in shown.iter().zip(expected) {
         assert!(shown.ends_with(&format!("dump.csv:{expected}")), "{shown} / {expected}");
     }
@@ -679,6 +700,32 @@ fn a_trace_that_is_there_twice_counts_once() {
     // The directory that it was converted into.
     let (rows, _) = read(dir.path());
     assert_eq!(facts(&rows), facts(&once));
+}
+
+/// A dump that was appended to itself, or of which each row came to be there twice.
+#[test]
+fn rows_that_a_file_has_twice_count_once() {
+    let (once, _) = read(&fixture("leak6.csv"));
+    let dir = tempfile::tempdir().expect("a directory");
+    let text = fs::read_to_string(fixture("leak6.csv")).expect("there");
+    let body = text.split_once('\n').expect("rows").1;
+    let appended = dir.path().join("appended.csv");
+    fs::write(&appended, format!("{text}{body}")).expect("room");
+    let database = dir.path().join("twice.db");
+    fs::copy(fixture("leak6.db"), &database).expect("room");
+    let connection = rusqlite::Connection::open(&database).expect("a database");
+    connection.execute("INSERT INTO memscope_dump SELECT * FROM memscope_dump", []).expect("room");
+    drop(connection);
+    for path in [&appended, &database] {
+        let mut rows = open([path], Options::default()).expect("a dump");
+        assert_eq!(rows.by_ref().count(), once.len(), "{path:?}");
+        let [overlap] = &rows.overlaps()[..] else { panic!("{path:?}: {:?}", rows.overlaps()) };
+        let says = overlap.to_string();
+        assert!(says.contains("has 70 rows more than once"), "{says}");
+    }
+    // Of one moment, but each with a number of its own: a program may set a mark twice.
+    let (rows, _) = read_text("1,MSTX,Mark,m,5,1,1,0,N/A,,,\n2,MSTX,Mark,m,5,1,1,0,N/A,,,\n");
+    assert_eq!(rows.len(), 2);
 }
 
 /// Two tracers at once see the same events at slightly different times: there is no telling which is which.

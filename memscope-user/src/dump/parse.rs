@@ -33,6 +33,9 @@ pub enum RowError {
     Missing { event: &'static str, attr: &'static str },
     #[error("column Attr is not a JSON object: {0}")]
     Json(String),
+    /// Of a later version of msMemScope, or a typing error: what it says of memory is missing.
+    #[error("Event and Event Type: `{0}` is no kind of row that is known here")]
+    Kind(String),
 }
 
 impl From<SplitError> for RowError {
@@ -239,11 +242,9 @@ impl Parser {
         let attrs = &fields.attrs;
         Ok(Some(match (fields.event, fields.event_type) {
             (b"MALLOC", event_type) => {
-                let Some(pool) = pool_of(event_type) else { return Ok(None) };
+                let Some(pool) = pool_of(event_type) else { return Err(unknown_kind(fields)) };
                 let ptr = address("MALLOC", fields)?;
-                let Some((size, _)) = attrs.size.and_then(size_of) else {
-                    return Err(RowError::Missing { event: "MALLOC", attr: "size" });
-                };
+                let size = bytes(attrs)?.ok_or(RowError::Missing { event: "MALLOC", attr: "size" })?;
                 let driver = matches!(pool, Pool::Hal | Pool::Host).then(|| driver_of(attrs)).flatten();
                 let totals = totals_of(attrs);
                 Fact::Event(EventKind::Alloc(Alloc {
@@ -257,20 +258,21 @@ impl Parser {
                 }))
             }
             (b"FREE", event_type) => {
-                let Some(pool) = pool_of(event_type) else { return Ok(None) };
+                let Some(pool) = pool_of(event_type) else { return Err(unknown_kind(fields)) };
                 let ptr = address("FREE", fields)?;
+                let size = freed_bytes(attrs)?;
                 if attrs.shadow.is_some_and(|shadow| shadow == b"true") {
                     return Ok(Some(Fact::NeverFreed { pool, ptr }));
                 }
                 // 0: the writer did not know the block.
-                let size = attrs.size.and_then(size_of).map(|(size, _)| size).filter(|size| *size > 0);
+                let size = size.filter(|size| *size > 0);
                 let totals = totals_of(attrs);
                 Fact::Event(EventKind::Free(Free { pool, device: None, ptr, size, totals }))
             }
             (b"ACCESS", event_type) => Fact::Event(EventKind::Access(Access {
                 pool: attrs.pool.and_then(pool_of),
                 ptr: address("ACCESS", fields)?,
-                size: attrs.size.and_then(size_of).map_or(0, |(size, _)| size),
+                size: bytes(attrs)?.unwrap_or(0),
                 kind: match event_type {
                     b"READ" => AccessKind::Read,
                     b"WRITE" => AccessKind::Write,
@@ -315,7 +317,7 @@ impl Parser {
                 let missing = |attr| RowError::Missing { event: "MAP", attr };
                 Fact::Event(EventKind::Map {
                     ptr: address("MAP", fields)?,
-                    size: attrs.size.and_then(u64_of).ok_or(missing("size"))?,
+                    size: bytes(attrs)?.ok_or(missing("size"))?,
                     handle: attrs.handle.and_then(u64_of).map(DevicePtr).ok_or(missing("handle"))?,
                 })
             }
@@ -337,7 +339,11 @@ impl Parser {
                 api: api_of(attrs),
                 stack: self.stack(fields),
             })),
-            _ => return Ok(None),
+            // Of msMemScope: when a kernel ran, and what PyTorch says of all its memory at a moment.
+            (b"KERNEL_LAUNCH", b"KERNEL_EXECUTE_START" | b"KERNEL_EXECUTE_END") | (b"SNAPSHOT", _) => {
+                return Ok(None);
+            }
+            _ => return Err(unknown_kind(fields)),
         }))
     }
 
@@ -442,6 +448,11 @@ fn cell<T>(
     expected: &'static str,
 ) -> Result<T, RowError> {
     read(text).ok_or_else(|| wrong(column, text, expected))
+}
+
+fn unknown_kind(fields: &Fields<'_>) -> RowError {
+    let kind = [fields.event, b",", fields.event_type].concat();
+    RowError::Kind(sanitize(kind.get(..kind.len().min(40)).unwrap_or_default()).into_owned())
 }
 
 fn wrong(column: &'static str, text: &[u8], expected: &'static str) -> RowError {
@@ -559,6 +570,21 @@ fn u32_of(text: &[u8]) -> Option<u32> {
 
 fn i32_of(text: &[u8]) -> Option<i32> {
     std::str::from_utf8(text).ok()?.parse().ok()
+}
+
+/// `None` where the row says no size.
+fn said_size<'a>(attrs: &Attrs<'a>) -> Option<&'a [u8]> {
+    attrs.size.filter(|size| !matches!(*size, b"" | b"N/A"))
+}
+
+fn bytes(attrs: &Attrs<'_>) -> Result<Option<u64>, RowError> {
+    said_size(attrs).map(|size| cell("Attr, size", size, u64_of, "a number of bytes")).transpose()
+}
+
+/// The same of a free, which may have a minus sign.
+fn freed_bytes(attrs: &Attrs<'_>) -> Result<Option<u64>, RowError> {
+    let size = said_size(attrs).map(|size| cell("Attr, size", size, size_of, "a number of bytes"));
+    Ok(size.transpose()?.map(|(size, _)| size))
 }
 
 /// A size, and whether it has a minus sign.

@@ -114,14 +114,22 @@ pub struct Problems {
     pub ends: u64,
     /// Those that say how many rows had gone before the trace ended.
     pub removals: u64,
-    /// The first of them.
+    /// Rows of a kind that is not known here.
+    pub unknown: u64,
+    /// The first of them; of each unknown kind the first row.
     pub first: Vec<Problem>,
 }
 
 impl Problems {
     fn add(&mut self, problem: Problem) {
         self.total += 1;
-        match problem.kind {
+        match &problem.kind {
+            ProblemKind::Row(RowError::Kind(_)) => {
+                self.unknown += 1;
+                if self.first.iter().any(|told| told.kind == problem.kind) {
+                    return;
+                }
+            }
             ProblemKind::Row(_) => {}
             ProblemKind::Io(_) => self.ends += 1,
             ProblemKind::Removed { .. } => self.removals += 1,
@@ -135,11 +143,14 @@ impl Problems {
 /// What is missing, in short.
 impl fmt::Display for Problems {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Problems { total, ends, removals, .. } = *self;
-        let rows = total.saturating_sub(ends + removals);
+        let Problems { total, ends, removals, unknown, .. } = *self;
+        let rows = total.saturating_sub(ends + removals + unknown);
         let mut parts = Vec::new();
         if rows > 0 {
             parts.push(format!("{} could not be read", units::count_of(rows, "row")));
+        }
+        if unknown > 0 {
+            parts.push(format!("{} of a kind that is not known here", units::were(unknown, "row")));
         }
         if ends > 0 {
             let files = units::count_of(ends, "file");
@@ -154,24 +165,31 @@ impl fmt::Display for Problems {
     }
 }
 
-/// Two files of the same process and device that say something about the same time.
+/// Two files of the same process and device that say something about the same time, or one that says it twice.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Overlap {
     pub paths: [PathBuf; 2],
     pub process: Tgid,
     /// Rows that are in both, and count once: the same trace twice, as its dump and a conversion of it. None: two traces.
     pub shared: u64,
+    /// The rows are there more than once within one file.
+    pub within: bool,
 }
 
 impl fmt::Display for Overlap {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Overlap { paths, process, shared } = self;
+        let Overlap { paths, process, shared, within } = self;
         let [one, other] = paths.each_ref().map(|path| sanitize(path.as_os_str().as_encoded_bytes()));
         match shared {
             0 => write!(
                 f,
                 "{one} and {other} are two traces of process {process} at the same time: its memory counts twice; \
                  name one of them"
+            ),
+            rows if *within => write!(
+                f,
+                "{one} has {} more than once, under the same ID and at the same time, which count once",
+                units::count_of(*rows, "row")
             ),
             _ if one == other => write!(f, "{one} was named twice and counts once"),
             rows => write!(
@@ -223,6 +241,12 @@ pub(super) struct Keyed {
     pub parsed: Parsed,
 }
 
+impl Keyed {
+    fn says_the_same(&self, key: Key, parsed: &Parsed) -> bool {
+        (self.key.time, self.key.id) == (key.time, key.id) && self.parsed == *parsed
+    }
+}
+
 impl PartialEq for Keyed {
     fn eq(&self, other: &Self) -> bool {
         self.key == other.key
@@ -267,7 +291,8 @@ struct Batch {
     pairs: Pairs,
 }
 
-/// Of two files, lower index first, the process that they overlap in, and rows that they have in common.
+/// Of two files, lower index first, the process that they overlap in, and rows that they have in common; of one file with
+/// itself, rows that it has again.
 type Pairs = BTreeMap<(usize, usize), (Tgid, u64)>;
 
 /// Opens dumps to be read as one. A directory stands for all dumps in it.
@@ -336,6 +361,7 @@ impl Rows {
             paths: [path(one), path(other)],
             process,
             shared,
+            within: one == other,
         };
         self.pairs.iter().map(overlap).collect()
     }
@@ -414,9 +440,9 @@ fn open_file(path: &Path, memory: usize) -> Result<Box<dyn Source>, ReadError> {
 
 /// Merges the files and sends what comes of it, until nobody takes it any more.
 fn merge(mut sources: Vec<Box<dyn Source>>, sender: &SyncSender<Batch>) {
+    let files = sources.len();
     let mut batch = Batch::default();
     let mut next: BinaryHeap<Reverse<(Keyed, usize)>> = BinaryHeap::new();
-    let mut pending: Vec<usize> = (0..sources.len()).collect();
     let mut continuity = Continuity::default();
     let mut moment = Moment::default();
     let mut takes = Takes::default();
@@ -429,12 +455,19 @@ fn merge(mut sources: Vec<Box<dyn Source>>, sender: &SyncSender<Batch>) {
             }
         }
     };
-    loop {
-        for index in pending.drain(..) {
-            next.extend(pull(index, &mut batch).map(|row| Reverse((row, index))));
+    for index in 0..files {
+        next.extend(pull(index, &mut batch).map(|row| Reverse((row, index))));
+    }
+    while let Some(Reverse((Keyed { key, mut parsed }, file))) = next.pop() {
+        // Files are in order of time and number: what one says twice is next to itself.
+        while let Some(following) = pull(file, &mut batch) {
+            if following.says_the_same(key, &parsed) {
+                note(&mut batch.pairs, [file, file], parsed.row.tgid, 1);
+                continue;
+            }
+            next.push(Reverse((following, file)));
+            break;
         }
-        let Some(Reverse((Keyed { key, mut parsed }, file))) = next.pop() else { break };
-        pending.push(file);
         let at_once = next.peek().is_some_and(|Reverse((other, _))| other.key.time == key.time);
         if let Some(owner) = moment.owner(key.time, at_once, file, &parsed.row) {
             // What concerns a process as a whole is in the file of each of its devices.

@@ -339,7 +339,15 @@ impl Report<'_> {
         let events = document.events;
         let lost = if events.lost == 0 { "none".to_owned() } else { units::count(events.lost) };
         let mut text = match document.offline {
-            true => format!("Dump: {} read, {lost} lost", units::count_of(events.received, "row")),
+            // Events are lost by the tracer that writes the dump, which is another thing than rows that can not be read.
+            true => {
+                let lost =
+                    if events.lost == 0 { "no event".into() } else { units::count_of(events.lost, "event") };
+                format!(
+                    "Dump: {} read; {lost} lost when it was traced",
+                    units::count_of(events.received, "row")
+                )
+            }
             false => format!("Events: {} received, {lost} lost", units::count(events.received)),
         };
         let attached = document.sites.iter().filter(|site| site.attached).count();
@@ -451,6 +459,11 @@ impl Report<'_> {
             return;
         };
         line(out, &format!("Next: {text}"));
+    }
+
+    /// When what was seen begins.
+    fn beginning(&self) -> &'static str {
+        if self.document.offline { "the dump's beginning" } else { "attach" }
     }
 
     fn place(&self, device: &Device) -> String {
