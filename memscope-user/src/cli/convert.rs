@@ -16,7 +16,14 @@ use crate::{
     report::units,
 };
 
+const EXAMPLES: &str = "\
+Examples:
+  memscope-trace convert dump.csv converted                for MindStudio Insight
+  memscope-trace convert memscope_dump_20260101000000.arrows converted --format csv
+                                                           a capture as CSV";
+
 #[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
 pub struct ConvertArgs {
     /// A dump, or a directory that stands for all dumps in it
     input: PathBuf,
@@ -53,6 +60,12 @@ pub(super) fn run(args: ConvertArgs) -> anyhow::Result<Verdict> {
                 "{path}: {why}; missing: {missing}. Free some space or name another directory to write to, and convert again"
             )
         }));
+    }
+    if !read.unheld.is_empty() {
+        let what =
+            read.unheld.iter().map(|(what, rows)| format!("{what} ({})", units::count_of(*rows, "row")));
+        let what = what.collect::<Vec<_>>().join(", ");
+        print(format_args!("Not carried over, for it has no place in what is written: {what}\n"))?;
     }
     failed.map_or(Ok(Verdict::Fine), Err)
 }

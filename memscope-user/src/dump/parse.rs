@@ -22,6 +22,9 @@ const NAMES_KEPT: usize = 1 << 16;
 /// The same of stacks, which are larger.
 const STACKS_KEPT: usize = 1 << 12;
 
+/// Keys and kinds of rows of which it is counted how many say what we do not hold: a hostile dump has as many as rows.
+const UNHELD_KEPT: usize = 64;
+
 /// What is wrong with a row.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RowError {
@@ -112,7 +115,8 @@ pub(super) struct Attrs<'a> {
 }
 
 impl<'a> Attrs<'a> {
-    pub fn set(&mut self, key: &[u8], value: &'a [u8]) {
+    /// Whether the key means something to us.
+    pub fn set(&mut self, key: &[u8], value: &'a [u8]) -> bool {
         let slot = match key {
             b"allocation_id" => &mut self.allocation_id,
             b"addr" => &mut self.addr,
@@ -134,14 +138,15 @@ impl<'a> Attrs<'a> {
             b"range" => &mut self.range,
             b"domain" => &mut self.domain,
             b"handle" => &mut self.handle,
-            _ => return,
+            _ => return false,
         };
         *slot = Some(value);
+        true
     }
 
     /// Takes `{key:value,key:value}`. A value may hold commas itself (`shape:[1,2,]`, several inefficiencies): what
-    /// does not begin with a key belongs to the value before.
-    pub fn from_csv(cell: &'a [u8]) -> Self {
+    /// does not begin with a key belongs to the value before. `unheld` is told keys that mean nothing to us.
+    pub fn from_csv(cell: &'a [u8], mut unheld: impl FnMut(&'a [u8])) -> Self {
         let mut attrs = Attrs::default();
         let inner = cell.strip_prefix(b"{").unwrap_or(cell);
         let inner = inner.strip_suffix(b"}").unwrap_or(inner);
@@ -149,14 +154,15 @@ impl<'a> Attrs<'a> {
         let (mut value_start, mut at) = (0, 0);
         for piece in inner.split(|byte| *byte == b',') {
             let end = at + piece.len();
-            if let Some(colon) = memchr::memchr(b':', piece)
-                && let Some(found) = piece.get(..colon).map(<[u8]>::trim_ascii)
-                && is_key(found)
-            {
-                key = found;
-                value_start = at + colon + 1;
+            let begins = memchr::memchr(b':', piece)
+                .and_then(|colon| Some((piece.get(..colon)?.trim_ascii(), at + colon + 1)))
+                .filter(|(found, _)| is_key(found));
+            if let Some(begin) = begins {
+                (key, value_start) = begin;
             }
-            attrs.set(key, inner.get(value_start..end).unwrap_or_default());
+            if !attrs.set(key, inner.get(value_start..end).unwrap_or_default()) && begins.is_some() {
+                unheld(key);
+            }
             at = end + 1;
         }
         attrs
@@ -172,16 +178,58 @@ pub(super) struct Parser {
     dialect: Dialect,
     names: FxHashMap<Box<[u8]>, Name>,
     stacks: FxHashMap<Box<[u8]>, Option<Arc<Stack>>>,
+    /// As [`Unheld`], of this parser.
+    own_unheld: FxHashMap<Box<[u8]>, u64>,
+    unheld: Unheld,
+}
+
+/// What rows say that has no place in a [`Row`], with the number of such rows: keys of column Attr, and Event and Event
+/// Type of those that say nothing else. Parsers add to it when they are done.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Unheld(Arc<Mutex<BTreeMap<String, u64>>>);
+
+impl Unheld {
+    pub fn counts(&self) -> BTreeMap<String, u64> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl Drop for Parser {
+    fn drop(&mut self) {
+        let mut all = self.unheld.0.lock().unwrap_or_else(PoisonError::into_inner);
+        for (what, rows) in self.own_unheld.drain() {
+            *all.entry(sanitize(&what).into_owned()).or_default() += rows;
+        }
+    }
 }
 
 impl Parser {
-    pub fn new(dialect: Dialect) -> Self {
-        Parser { dialect, names: FxHashMap::default(), stacks: FxHashMap::default() }
+    pub fn new(dialect: Dialect, unheld: Unheld) -> Self {
+        Parser {
+            dialect,
+            names: FxHashMap::default(),
+            stacks: FxHashMap::default(),
+            own_unheld: FxHashMap::default(),
+            unheld,
+        }
+    }
+
+    /// Counts a row that says something we do not hold.
+    pub fn unheld(&mut self, what: &[u8]) {
+        let full = self.own_unheld.len() >= UNHELD_KEPT;
+        match self.own_unheld.get_mut(what) {
+            Some(rows) => *rows += 1,
+            None if full => *self.own_unheld.entry(b"others".as_slice().into()).or_default() += 1,
+            None => drop(self.own_unheld.insert(what.into(), 1)),
+        }
     }
 
     /// `None`: a row that says nothing an analysis knows.
     pub fn parse(&mut self, fields: &Fields<'_>) -> Result<Option<Parsed>, RowError> {
-        let Some(mut fact) = self.fact(fields)? else { return Ok(None) };
+        let Some(mut fact) = self.fact(fields)? else {
+            self.unheld(&[fields.event, b",", fields.event_type].concat());
+            return Ok(None);
+        };
         let (id, time) = key(fields.id, fields.time)?;
         let tgid = Tgid(cell("Process Id", fields.pid, u32_of, "a number")?);
         let tid = Tid(cell("Thread Id", fields.tid, u32_of, "a number")?);
@@ -276,7 +324,8 @@ impl Parser {
                 kind: match event_type {
                     b"READ" => AccessKind::Read,
                     b"WRITE" => AccessKind::Write,
-                    _ => AccessKind::Unknown,
+                    b"UNKNOWN" => AccessKind::Unknown,
+                    _ => return Err(unknown_kind(fields)),
                 },
                 op: self.optional_name(fields.name),
             })),
@@ -294,7 +343,7 @@ impl Parser {
             }
             (b"KERNEL_LAUNCH", b"KERNEL_LAUNCH") => Fact::Event(EventKind::Launch {
                 name: self.optional_name(fields.name),
-                stream: attrs.stream.and_then(u64_of).unwrap_or(0),
+                stream: attrs.stream.and_then(u64_of),
             }),
             (b"MSTX", b"Mark") => {
                 Fact::Event(EventKind::Mark { text: self.mark(fields.name), domain: self.domain(attrs) })
@@ -501,8 +550,8 @@ fn totals_of(attrs: &Attrs<'_>) -> Option<Totals> {
     Some(Totals { allocated: u64_of(attrs.used?)?, reserved: u64_of(attrs.total?)? })
 }
 
-/// What the driver was told, as far as it is in the row. Without the owner module there is nothing to say: that it
-/// is unknown is another thing than that it is none of the known ones.
+/// What the driver was told, as far as it is in the row. An owner module that is unknown is another thing than one that
+/// is none of the known ones.
 fn driver_of(attrs: &Attrs<'_>) -> Option<DriverAlloc> {
     let of_owner = || {
         let module = attrs.owner?.strip_prefix(b"CANN@")?.split(|byte| *byte == b'@').next()?;
@@ -512,16 +561,20 @@ fn driver_of(attrs: &Attrs<'_>) -> Option<DriverAlloc> {
         Module::named(std::str::from_utf8(module).ok()?).map(|module| module.0)
     };
     let of_number = || attrs.module.and_then(u64_of).and_then(|number| u8::try_from(number).ok());
-    Some(DriverAlloc {
-        module: of_owner().or_else(of_number)?,
+    let driver = DriverAlloc {
+        module: of_owner().or_else(of_number),
         page: match attrs.page_type {
-            Some(b"huge") => PageType::Huge,
-            Some(b"giant") => PageType::Giant,
-            _ => PageType::Normal,
+            Some(b"huge") => Some(PageType::Huge),
+            Some(b"giant") => Some(PageType::Giant),
+            Some(b"normal") => Some(PageType::Normal),
+            _ => None,
         },
         create: attrs.alloc_type.is_some_and(|how| how == b"create"),
         api: api_of(attrs),
-    })
+    };
+    let says_something =
+        driver.module.is_some() || driver.page.is_some() || driver.create || driver.api.is_some();
+    says_something.then_some(driver)
 }
 
 fn api_of(attrs: &Attrs<'_>) -> Option<(&'static str, u64)> {

@@ -20,7 +20,7 @@ use crate::text::sanitize;
 use super::capture::{CaptureSource, captures_of, is_capture};
 use super::csv::CsvSource;
 use super::db::{DbSource, is_database};
-use super::parse::{Continuity, Parsed, RowError};
+use super::parse::{Continuity, Parsed, RowError, Unheld};
 use super::row::{Fact, Place, Row};
 
 /// Rows handed over at a time.
@@ -38,9 +38,19 @@ const MOMENT_MOST: usize = 1 << 17;
 /// Why a dump can not be read at all.
 #[derive(Debug, thiserror::Error)]
 pub enum ReadError {
-    #[error("cannot read {}: {source}", .path.display())]
+    #[error("cannot read {}: {source}; name a dump, or a directory that holds dumps", .path.display())]
     Read { path: PathBuf, source: io::Error },
-    #[error("{} is empty: msMemScope leaves a dump so when its target is killed", .path.display())]
+    #[error(
+        "cannot read {}: {why}; it was cut off, or copied while it was written: copy it again, with the file {}-wal if \
+         there is one",
+        .path.display(), .path.display()
+    )]
+    Damaged { path: PathBuf, why: String },
+    #[error(
+        "{} is empty: what was to write it was killed before it wrote a row, as msMemScope is with its target; name \
+         another dump",
+        .path.display()
+    )]
     Empty { path: PathBuf },
     #[error(
         "{} is not a dump: it begins with `{begin}` and not with the columns {}",
@@ -51,7 +61,11 @@ pub enum ReadError {
     NoTable { path: PathBuf, table: &'static str },
     #[error("{} is not a capture: {why}", .path.display())]
     NotACapture { path: PathBuf, why: String },
-    #[error("no dump (memscope_dump_*.csv, .arrows or .db) in {}", .path.display())]
+    #[error(
+        "no dump (memscope_dump_*.csv, .arrows or .db) in {} or below; name the directory that was traced to \
+         (--output), or a dump of another name itself",
+        .path.display()
+    )]
     NothingFound { path: PathBuf },
     #[error(
         "cannot sort {}: {source}; {} needs room for the file once more, or set TMPDIR to another directory",
@@ -278,6 +292,7 @@ pub struct Rows {
     files: Vec<PathBuf>,
     problems: Problems,
     pairs: Pairs,
+    unheld: Unheld,
     batch: std::vec::IntoIter<NumberedRow>,
     batches: Receiver<Batch>,
     /// Reads; until it is known how that ended.
@@ -318,14 +333,19 @@ pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>, options: Options
     }
     let captures = captures_of(captures.into_iter());
     let memory = options.memory / others.len().max(1);
-    let others_sources = others.iter().map(|path| open_file(path, memory));
+    let unheld = Unheld::default();
+    let others_sources = others.iter().map(|path| open_file(path, memory, &unheld));
     let files: Vec<PathBuf> = others
         .iter()
         .cloned()
         .chain(captures.iter().filter_map(|segments| segments.first().cloned()))
         .collect();
     let sources = others_sources
-        .chain(captures.into_iter().map(|segments| Ok(Box::new(CaptureSource::open(segments)?) as _)))
+        .chain(
+            captures
+                .into_iter()
+                .map(|segments| Ok(Box::new(CaptureSource::open(segments, unheld.clone())?) as _)),
+        )
         .collect::<Result<Vec<_>, _>>()?;
     let (sender, batches) = sync_channel(AHEAD);
     let thread = std::thread::Builder::new()
@@ -336,6 +356,7 @@ pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>, options: Options
         files,
         problems: Problems::default(),
         pairs: Pairs::new(),
+        unheld,
         batch: Vec::new().into_iter(),
         batches,
         thread: Some(thread),
@@ -352,6 +373,12 @@ impl Rows {
     /// were.
     pub fn problems(&self) -> &Problems {
         &self.problems
+    }
+
+    /// What rows say that no [`Row`] holds, with their number, once there are no more rows: keys of column Attr, and Event
+    /// and Event Type of rows that say nothing else.
+    pub fn unheld(&self) -> BTreeMap<String, u64> {
+        self.unheld.counts()
     }
 
     /// Files that are not independent of each other, as far as rows have been read.
@@ -430,12 +457,12 @@ fn looks_like(path: &Path, kind: impl Fn(&mut File) -> io::Result<bool>) -> Resu
     kind(&mut file).map_err(|source| ReadError::read(path, source))
 }
 
-fn open_file(path: &Path, memory: usize) -> Result<Box<dyn Source>, ReadError> {
+fn open_file(path: &Path, memory: usize, unheld: &Unheld) -> Result<Box<dyn Source>, ReadError> {
     if looks_like(path, is_database)? {
-        return Ok(Box::new(DbSource::open(path.into())?));
+        return Ok(Box::new(DbSource::open(path.into(), unheld.clone())?));
     }
     let file = File::open(path).map_err(|source| ReadError::read(path, source))?;
-    Ok(Box::new(CsvSource::open(path.into(), file, memory)?))
+    Ok(Box::new(CsvSource::open(path.into(), file, memory, unheld.clone())?))
 }
 
 /// Merges the files and sends what comes of it, until nobody takes it any more.

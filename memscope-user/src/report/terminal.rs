@@ -405,7 +405,7 @@ impl Report<'_> {
         } else if let Some(block) = leaking.first().and_then(|group| group.blocks.first()) {
             let mut text = "see what your code keeps of each step's results".to_owned();
             whence(&mut text, block);
-            if let Some(dump) = document.dump.as_ref().filter(|dump| is_text(&dump.path)) {
+            if let Some(dump) = document.dump.as_ref().filter(|dump| dump.is_text) {
                 let _ = write!(
                     text,
                     "; the dump's rows before the block: grep -rn -B 20 {:x} {}",
@@ -488,11 +488,6 @@ fn more(out: &mut String, all: usize, shown: usize) {
     if let Some(more) = all.checked_sub(shown).filter(|more| *more > 0) {
         line(out, &format!("  and {} more (--json lists them)", units::count(more as u64)));
     }
-}
-
-/// Of what a search for text finds anything in: a dump in CSV, or a directory.
-fn is_text(dump: &str) -> bool {
-    !dump.split(' ').any(|path| [".db", ".arrows", ".capture"].iter().any(|end| path.ends_with(end)))
 }
 
 pub(super) fn line(out: &mut String, text: &str) {
