@@ -125,6 +125,21 @@ fn what_can_not_be_compared_is_an_error() {
     }
 }
 
+/// A search for text finds nothing in a database, wherever it lies.
+#[test]
+fn rows_are_searched_for_where_they_are_text() {
+    for (name, is_text) in [("leak6.csv", true), ("leak6.db", false)] {
+        let dir = tempfile::tempdir().expect("a directory");
+        let extension = name.rsplit('.').next().expect("one");
+        let fixture = Path::new(DUMP).with_file_name(name);
+        fs::copy(fixture, dir.path().join(format!("memscope_dump_1.{extension}"))).expect("room");
+        let output = tracer(&["leaks", dir.path().to_str().expect("a plain name")], Stdio::piped());
+        let says = String::from_utf8_lossy(&output.stdout);
+        assert_eq!(says.contains("grep -rn"), is_text, "{name}: {says}");
+        assert!(says.contains("\nNext: see what your code keeps"), "{name}: {says}");
+    }
+}
+
 /// What is not told in what is written is told by whoever wrote it.
 #[test]
 fn conversion_invents_nothing_and_tells_what_it_drops() {

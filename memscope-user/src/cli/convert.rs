@@ -18,9 +18,8 @@ use crate::{
 
 const EXAMPLES: &str = "\
 Examples:
-  memscope-trace convert dump.csv converted                for MindStudio Insight
-  memscope-trace convert memscope_dump_20260101000000.arrows converted --format csv
-                                                           a capture as CSV";
+  memscope-trace convert dump.csv converted                   for MindStudio Insight
+  memscope-trace convert dump.arrows converted --format csv   a capture as CSV";
 
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
@@ -50,7 +49,10 @@ pub(super) fn run(args: ConvertArgs) -> anyhow::Result<Verdict> {
     .map_err(|why| anyhow::anyhow!("{why}; name another directory to write to"))?;
     let input = shown(&args.input);
     let read = each_row(&[args.input], |numbered| writer.write(&numbered.row))?;
-    anyhow::ensure!(read.rows > 0, "{input} has no row that can be read: nothing was written");
+    anyhow::ensure!(
+        read.rows > 0,
+        "{input} has no row that can be read: nothing was written; name another dump"
+    );
     let mut failed = None;
     for file in writer.finish() {
         print(format_args!("{}: {}\n", shown(&file.path), units::count_of(file.rows, "row")))?;

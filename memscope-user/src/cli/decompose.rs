@@ -14,8 +14,8 @@ use crate::{analysis::Online, report::decompose::render};
 
 const EXAMPLES: &str = "\
 Examples:
-  memscope-trace decompose memscopeDumpResults             all dumps in the directory
-  memscope-trace decompose dump.csv --json                 for other programs";
+  memscope-trace decompose memscopeDumpResults   of all dumps in the directory
+  memscope-trace decompose dump.csv --json       for other programs";
 
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]

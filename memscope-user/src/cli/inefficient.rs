@@ -98,10 +98,11 @@ impl RuleArgs {
 
 const EXAMPLES: &str = "\
 Examples:
-  memscope-trace inefficient memscopeDumpResults --mem-size 1M
-                                                           of blocks of 1 MiB and more
-  memscope-trace inefficient dump.csv --rules drgpum --type unused_allocation,dead_write
-                                                           what was never used, or written and not read";
+  memscope-trace inefficient memscopeDumpResults --mem-size 1M   of blocks of 1 MiB and more
+  memscope-trace inefficient dump.csv --rules drgpum --type unused_allocation
+                                                                 what was never used
+
+Exit codes: 0 fine, 1 findings with --fail-on inefficient, 2 error.";
 
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]

@@ -24,9 +24,8 @@ use crate::{
 
 const EXAMPLES: &str = "\
 Examples:
-  memscope-trace leaks memscopeDumpResults --fail-on leaks  what each step leaves, by all dumps in the directory
-  memscope-trace leaks dump.csv --mstx-info step --start-index 3
-                                                           between the fourth, fifth and sixth mark of that text
+  memscope-trace leaks memscopeDumpResults --fail-on leaks         what each step leaves behind
+  memscope-trace leaks dump.csv --mstx-info step --start-index 3   between marks 3, 4 and 5 of a text
 
 Exit codes: 0 fine, 1 a leak with --fail-on leaks, 2 error, or nothing could be judged.";
 

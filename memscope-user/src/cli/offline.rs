@@ -35,7 +35,7 @@ pub(super) fn each_row(paths: &[PathBuf], mut row: impl FnMut(&NumberedRow)) -> 
     let unread = problems.total;
     if unread > 0 {
         // Each verb would find nothing, and say so.
-        ensure!(count > 0, "no row can be read: {problems}");
+        ensure!(count > 0, "no row can be read: {problems}; name another dump");
         tracing::warn!("{problems}: what follows rests on the other {}", units::count_of(count, "row"));
     }
     let missing = (unread > 0).then(|| problems.to_string());

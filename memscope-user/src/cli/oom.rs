@@ -17,8 +17,8 @@ use crate::{
 
 const EXAMPLES: &str = "\
 Examples:
-  memscope-trace oom memscopeDumpResults                   all dumps in the directory
-  memscope-trace oom dump.csv --blocks 20                  with more of the blocks that were held";
+  memscope-trace oom memscopeDumpResults   of all dumps in the directory
+  memscope-trace oom dump.csv --blocks 20  with more of the blocks that were held";
 
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]

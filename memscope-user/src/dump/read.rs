@@ -53,13 +53,18 @@ pub enum ReadError {
     )]
     Empty { path: PathBuf },
     #[error(
-        "{} is not a dump: it begins with `{begin}` and not with the columns {}",
+        "{} is not a dump: it begins with `{begin}` and not with the columns {}; name a file that memscope-trace or \
+         msMemScope wrote",
         .path.display(), super::COLUMNS.join(",")
     )]
     NotADump { path: PathBuf, begin: String },
-    #[error("{} is not a dump: it has no table {table} with the columns {}", .path.display(), super::COLUMNS.join(","))]
+    #[error(
+        "{} is not a dump: it has no table {table} with the columns {}; name a file that memscope-trace or msMemScope \
+         wrote",
+        .path.display(), super::COLUMNS.join(",")
+    )]
     NoTable { path: PathBuf, table: &'static str },
-    #[error("{} is not a capture: {why}", .path.display())]
+    #[error("nothing of {} can be read as a capture: {why}; name another dump", .path.display())]
     NotACapture { path: PathBuf, why: String },
     #[error(
         "no dump (memscope_dump_*.csv, .arrows or .db) in {} or below; name the directory that was traced to \

@@ -158,7 +158,9 @@ impl Report<'_> {
                     "Leaks not judged: there was no memory on the selected devices (--device).".to_owned()
                 }
                 None if document.offline => {
-                    "Leaks not judged: the dump has no row of an allocation or a free.".to_owned()
+                    let unread = document.dump.as_ref().is_some_and(|dump| !dump.complete);
+                    let readable = if unread { " that could be read" } else { "" };
+                    format!("Leaks not judged: the dump has no row of an allocation or a free{readable}.")
                 }
                 None => "Leaks not judged: no device memory was allocated or freed.".to_owned(),
                 Some(_) if !document.steps_wanted => {
