@@ -93,8 +93,12 @@ fn events() -> Vec<Event> {
     let frame = Frame { function: "main".into(), file: "train.py".into(), line: Some(7) };
     let stack = Stack::new(vec![(frame, Origin::User)], Whose::Own, false).map(Arc::new);
     let totals = Some(Totals { allocated: 512, reserved: 2 << 20 });
-    let driver =
-        DriverAlloc { module: 33, page: PageType::Huge, create: true, api: Some(("aclrtMalloc", 5)) };
+    let driver = DriverAlloc {
+        module: Some(33),
+        page: Some(PageType::Huge),
+        create: true,
+        api: Some(("aclrtMalloc", 5)),
+    };
     let mut kinds = vec![EventKind::AclInit, EventKind::DeviceSet { device: DeviceId(0) }];
     for step in 1..=4u64 {
         kinds.push(EventKind::Mark { text: "test".into(), domain: Some("d".into()) });
@@ -107,7 +111,7 @@ fn events() -> Vec<Event> {
                 Access { pool: Some(pool), ptr, size, kind: AccessKind::Write, op: Some(name.clone()) };
             kinds.push(EventKind::Op { name: name.clone() });
             kinds.push(EventKind::Alloc(alloc));
-            kinds.push(EventKind::Launch { name: Some(name), stream: n });
+            kinds.push(EventKind::Launch { name: Some(name), stream: Some(n) });
             kinds.push(EventKind::Access(access));
             if n > 0 {
                 kinds.push(EventKind::Free(Free { pool, device, ptr, size: Some(size), totals }));

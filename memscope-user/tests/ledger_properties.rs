@@ -24,8 +24,8 @@ fn event() -> impl Strategy<Value = EventKind> {
     }));
     let driver = prop::option::of((prop::sample::select(vec![33u8, 7, 3]), any::<bool>()).prop_map(
         |(module, create)| DriverAlloc {
-            module,
-            page: PageType::Normal,
+            module: Some(module),
+            page: Some(PageType::Normal),
             create,
             api: Some(("aclrtMalloc", 1 << 20)),
         },
@@ -81,7 +81,7 @@ fn check_sums(process: &Process) {
         }
         let mut modules: BTreeMap<Option<Module>, u64> = BTreeMap::new();
         for block in blocks().filter(|block| block.pool == Pool::Hal) {
-            *modules.entry(block.driver.map(|driver| driver.module)).or_default() += block.size;
+            *modules.entry(block.module()).or_default() += block.size;
         }
         modules.retain(|_, bytes| *bytes > 0);
         let kept = memory.driver.modules.iter().copied().filter(|(_, bytes)| *bytes > 0);

@@ -433,7 +433,7 @@ mod tests {
         script.alloc_in(Pool::Pta, 0, 0x10, 512, Some((512, MIB)));
         for piece in 0..2 {
             let (handle, size) = (DevicePtr(0x77 + piece), 2 * MIB);
-            let (module, page) = (Module::APP.0, PageType::Huge);
+            let (module, page) = (Some(Module::APP.0), Some(PageType::Huge));
             let driver = Some(DriverAlloc { module, page, create: true, api: None });
             let (pool, device) = (Pool::Hal, Some(DeviceId(0)));
             let created = Alloc { pool, device, ptr: handle, size, totals: None, driver, stack: None };

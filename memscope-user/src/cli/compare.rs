@@ -1,6 +1,6 @@
 //! `memscope-trace compare BASE COMPARE`, `memscope-trace compare --steps A,B DUMP`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde::Serialize;
@@ -19,7 +19,13 @@ use crate::{
     report::compare::render,
 };
 
+const EXAMPLES: &str = "\
+Examples:
+  memscope-trace compare before.csv after.csv   two runs
+  memscope-trace compare dump.db --steps 3,40   two steps of one";
+
 #[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
 pub struct CompareArgs {
     /// Two dumps; or one, with --steps
     #[arg(required = true, num_args = 1..=2, value_name = "DUMP")]
@@ -62,8 +68,7 @@ pub(super) fn run(args: CompareArgs) -> anyhow::Result<Verdict> {
         ([dump], Some((a, b))) => {
             let sides = [Some(Side::Step(a)), Some(Side::Step(b))];
             let (profiler, _, read) = read(dump, &args, sides)?;
-            let last = profiler.last_step();
-            anyhow::ensure!(a <= last && b <= last, "{} has steps 1 to {last}, not {a} and {b}", shown(dump));
+            has_steps(dump, &profiler, &[a, b])?;
             let profiles = profiler.finish();
             let [base, other] = profiles.as_slice() else {
                 anyhow::bail!("the dump does not have both steps {} and {}", a, b);
@@ -75,6 +80,7 @@ pub(super) fn run(args: CompareArgs) -> anyhow::Result<Verdict> {
             let side = |step: Option<StepId>| [Some(step.map_or(Side::Whole, Side::Step)), None];
             let profile = |path: &PathBuf, step| -> anyhow::Result<(Profile, Sequences, Read)> {
                 let (profiler, sequences, read) = read(path, &args, side(step))?;
+                has_steps(path, &profiler, step.as_slice())?;
                 let profile = profiler.finish().into_iter().next();
                 let profile =
                     profile.ok_or_else(|| anyhow::anyhow!("{} does not have that step", shown(path)))?;
@@ -103,6 +109,19 @@ pub(super) fn run(args: CompareArgs) -> anyhow::Result<Verdict> {
     }
     print(text)?;
     Ok(Verdict::Fine)
+}
+
+fn has_steps(dump: &Path, profiler: &Profiler, steps: &[StepId]) -> anyhow::Result<()> {
+    let last = profiler.last_step();
+    let mut lacking: Vec<_> = steps.iter().filter(|step| **step > last).map(ToString::to_string).collect();
+    lacking.dedup();
+    let dump = shown(dump);
+    anyhow::ensure!(
+        lacking.is_empty() || last > StepId(0),
+        "{dump} has no steps: name the mark or range that comes once a step by --step-mark"
+    );
+    anyhow::ensure!(lacking.is_empty(), "{dump} has steps 1 to {last}, not {}", lacking.join(" and "));
+    Ok(())
 }
 
 /// Profiles parts of a dump. Its steps are inferred where it has none of its own and some are asked for: that takes
@@ -134,6 +153,11 @@ fn read(
             }
             profiler.observe(row);
         })?;
+        anyhow::ensure!(
+            read.rows > 0,
+            "{} has no rows, so that there is nothing to compare: name a dump of a run that was traced",
+            shown(dump)
+        );
         if !may_infer || profiler.last_step() > StepId(0) {
             return Ok((profiler, sequences, read));
         }

@@ -16,7 +16,13 @@ use crate::{
     report::units,
 };
 
+const EXAMPLES: &str = "\
+Examples:
+  memscope-trace convert dump.csv converted                   for MindStudio Insight
+  memscope-trace convert dump.arrows converted --format csv   a capture as CSV";
+
 #[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
 pub struct ConvertArgs {
     /// A dump, or a directory that stands for all dumps in it
     input: PathBuf,
@@ -43,7 +49,10 @@ pub(super) fn run(args: ConvertArgs) -> anyhow::Result<Verdict> {
     .map_err(|why| anyhow::anyhow!("{why}; name another directory to write to"))?;
     let input = shown(&args.input);
     let read = each_row(&[args.input], |numbered| writer.write(&numbered.row))?;
-    anyhow::ensure!(read.rows > 0, "{input} has no row that can be read: nothing was written");
+    anyhow::ensure!(
+        read.rows > 0,
+        "{input} has no row that can be read: nothing was written; name another dump"
+    );
     let mut failed = None;
     for file in writer.finish() {
         print(format_args!("{}: {}\n", shown(&file.path), units::count_of(file.rows, "row")))?;
@@ -53,6 +62,12 @@ pub(super) fn run(args: ConvertArgs) -> anyhow::Result<Verdict> {
                 "{path}: {why}; missing: {missing}. Free some space or name another directory to write to, and convert again"
             )
         }));
+    }
+    if !read.unheld.is_empty() {
+        let what =
+            read.unheld.iter().map(|(what, rows)| format!("{what} ({})", units::count_of(*rows, "row")));
+        let what = what.collect::<Vec<_>>().join(", ");
+        print(format_args!("Not carried over, for it has no place in what is written: {what}\n"))?;
     }
     failed.map_or(Ok(Verdict::Fine), Err)
 }

@@ -12,7 +12,13 @@ use super::{
 };
 use crate::{analysis::Online, report::decompose::render};
 
+const EXAMPLES: &str = "\
+Examples:
+  memscope-trace decompose memscopeDumpResults   of all dumps in the directory
+  memscope-trace decompose dump.csv --json       for other programs";
+
 #[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
 pub struct DecomposeArgs {
     /// Dumps: files (csv, db, capture), or directories that stand for all dumps in them. What blocks are for is inferred only
     /// from dumps with accesses (written with --analysis decompose)

@@ -7,11 +7,11 @@ use serde::Serialize;
 
 use super::{
     Verdict,
-    list::{List, StepRange, step_set},
+    list::{List, StepRange, step_set, words},
     offline::{Read, document, each_row},
     output::{print, print_document, print_report},
     steps::StepArgs,
-    trace::{FailWord, NOTHING_JUDGED},
+    trace::NOTHING_JUDGED,
 };
 use crate::{
     analysis::{
@@ -22,7 +22,15 @@ use crate::{
     report::{between_marks::render, terminal},
 };
 
+const EXAMPLES: &str = "\
+Examples:
+  memscope-trace leaks memscopeDumpResults --fail-on leaks         what each step leaves behind
+  memscope-trace leaks dump.csv --mstx-info step --start-index 3   between marks 3, 4 and 5 of a text
+
+Exit codes: 0 fine, 1 a leak with --fail-on leaks, 2 error, or nothing could be judged.";
+
 #[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
 pub struct LeaksArgs {
     /// Dumps: files (csv, db, capture), or directories that stand for all dumps in them
     #[arg(required = true, value_name = "DUMP")]
@@ -36,10 +44,12 @@ pub struct LeaksArgs {
         long,
         value_name = "N",
         default_value_t = 0,
+        allow_negative_numbers = true,
+        value_parser = clap::value_parser!(u32),
         requires = "mstx_info",
         help_heading = "With --mstx-info"
     )]
-    start_index: usize,
+    start_index: u32,
     /// Blocks of this pool only [HAL, PTA, PTA_WORKSPACE, ATB, MINDSPORE, HOST]
     #[arg(long, value_name = "POOL", value_parser = pool, requires = "mstx_info",
         help_heading = "With --mstx-info")]
@@ -54,8 +64,10 @@ pub struct LeaksArgs {
     json: bool,
     /// Exit with code 1 when this is found [leaks]
     #[arg(long, value_name = "LIST")]
-    fail_on: Option<List<FailWord>>,
+    fail_on: Option<List<FailOn>>,
 }
+
+words! { FailOn: "finding of this verb" { Leaks = "leaks" } }
 
 fn pool(word: &str) -> Result<Pool, String> {
     let known = || Pool::ALL.map(Pool::name).join(", ");
@@ -63,15 +75,20 @@ fn pool(word: &str) -> Result<Pool, String> {
 }
 
 pub(super) fn run(args: LeaksArgs) -> anyhow::Result<Verdict> {
-    let fail = args.fail_on.as_ref().is_some_and(|list| list.0.contains(&FailWord::Leaks));
-    let (found, judged) = match args.mstx_info.clone() {
+    let fail = args.fail_on.is_some();
+    let between = args.mstx_info.clone();
+    // Who names marks asks about them alone: that they are not there is no answer.
+    let must_judge = fail || between.is_some();
+    let (found, judged) = match between {
         Some(mark) => between_marks(&args, mark)?,
         None => over_steps(&args, fail)?,
     };
-    Ok(match fail {
-        true if found => Verdict::Findings,
-        true if !judged => Verdict::NotJudged,
-        _ => Verdict::Fine,
+    Ok(if !judged && must_judge && !found {
+        Verdict::NotJudged
+    } else if found && fail {
+        Verdict::Findings
+    } else {
+        Verdict::Fine
     })
 }
 
@@ -103,7 +120,8 @@ struct Found {
 
 /// The same.
 fn between_marks(args: &LeaksArgs, mark: String) -> anyhow::Result<(bool, bool)> {
-    let mut leaks = OfflineLeaks::new(Config { mark, start_index: args.start_index, pool: args.pool });
+    let mut leaks =
+        OfflineLeaks::new(Config { mark, start_index: args.start_index as usize, pool: args.pool });
     let read = each_row(&args.dumps, |numbered| leaks.observe(numbered))?;
     let found = Found { read, report: leaks.finish() };
     let any = found.report.devices.iter().any(|device| !device.leaks.is_empty());

@@ -230,6 +230,54 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
 mod tests {
     use clap::CommandFactory;
 
+    /// Of each help text, what is said to be an example can be typed.
+    #[test]
+    fn examples_parse() {
+        let cli = super::Cli::command();
+        for verb in ["leaks", "compare", "inefficient", "decompose", "oom", "convert"] {
+            let help =
+                cli.find_subcommand(verb).and_then(|verb| verb.get_after_help()).map(ToString::to_string);
+            let help = help.unwrap_or_default();
+            let mut examples =
+                help.lines().filter_map(|line| line.strip_prefix("  memscope-trace ")).peekable();
+            assert!(examples.peek().is_some(), "{verb}");
+            for example in examples {
+                // What it does follows after two spaces.
+                let words = example.split("  ").next().unwrap_or_default().split(' ');
+                let words = std::iter::once("memscope-trace").chain(words);
+                assert!(super::Cli::command().try_get_matches_from(words).is_ok(), "{example}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_verb_judges_its_own_findings_only() {
+        let parse = |line: &str| super::Cli::command().try_get_matches_from(line.split(' '));
+        for (verb, own, other) in [("leaks", "leaks", "inefficient"), ("inefficient", "inefficient", "leaks")]
+        {
+            assert!(parse(&format!("memscope-trace {verb} dump --fail-on {own}")).is_ok());
+            let error = parse(&format!("memscope-trace {verb} dump --fail-on {other}")).unwrap_err();
+            let says = error.to_string();
+            assert!(says.contains(&format!("is no finding of this verb; known are: {own}")), "{says}");
+            assert_eq!(error.exit_code(), 2);
+        }
+    }
+
+    /// A number below the least is an error about that number, not about an option called -1.
+    #[test]
+    fn negative_numbers_are_named_as_such() {
+        for line in [
+            "leaks dump --mstx-info m --start-index -1",
+            "inefficient dump --mem-size -1",
+            "inefficient dump --idle-threshold -1",
+            "oom dump --blocks -1",
+        ] {
+            let words = format!("memscope-trace {line}");
+            let says = super::Cli::command().try_get_matches_from(words.split(' ')).unwrap_err().to_string();
+            assert!(says.contains("invalid value '-1'") && !says.contains("tip"), "{says}");
+        }
+    }
+
     #[test]
     fn the_command_line_is_consistent() {
         super::Cli::command().debug_assert();

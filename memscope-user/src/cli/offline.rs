@@ -1,7 +1,7 @@
 //! What the verbs that read dumps share.
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{BTreeMap, HashMap, VecDeque},
     path::{Path, PathBuf},
 };
 
@@ -35,13 +35,16 @@ pub(super) fn each_row(paths: &[PathBuf], mut row: impl FnMut(&NumberedRow)) -> 
     let unread = problems.total;
     if unread > 0 {
         // Each verb would find nothing, and say so.
-        ensure!(count > 0, "no row can be read: {problems}");
+        ensure!(count > 0, "no row can be read: {problems}; name another dump");
         tracing::warn!("{problems}: what follows rests on the other {}", units::count_of(count, "row"));
     }
     let missing = (unread > 0).then(|| problems.to_string());
+    // By their names: all else is CSV, or no dump.
+    let is_text =
+        rows.files().iter().all(|file| file.extension().is_none_or(|end| end != "db" && end != "arrows"));
     let notes: Vec<String> = rows.overlaps().iter().map(ToString::to_string).collect();
     notes.iter().for_each(|note| tracing::warn!("{note}"));
-    Ok(Read { rows: count, unread, missing, notes })
+    Ok(Read { rows: count, unread, missing, notes, unheld: rows.unheld(), is_text })
 }
 
 /// The beginnings of steps that operators tell of in a dump, by process.
@@ -118,7 +121,12 @@ pub(super) fn document(paths: &[PathBuf], online: &mut Online) -> anyhow::Result
     let trace = Trace {
         offline: true,
         events: Events { received: read.rows, lost },
-        dump: Some(Dump { path: shown.join(" "), complete: read.unread == 0, reason: read.missing }),
+        dump: Some(Dump {
+            path: shown.join(" "),
+            complete: read.unread == 0,
+            reason: read.missing,
+            is_text: read.is_text,
+        }),
         notes: read.notes,
         ..Trace::default()
     };
@@ -135,6 +143,12 @@ pub(super) struct Read {
     pub missing: Option<String>,
     /// Files that are not independent of each other.
     pub notes: Vec<String>,
+    /// What rows say that is not carried over when they are written again, with their number.
+    #[serde(skip)]
+    pub unheld: BTreeMap<String, u64>,
+    /// Whether all files are CSV.
+    #[serde(skip)]
+    pub is_text: bool,
 }
 
 impl Read {

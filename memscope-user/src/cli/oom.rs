@@ -15,13 +15,19 @@ use crate::{
     report::terminal::{View, render_oom},
 };
 
+const EXAMPLES: &str = "\
+Examples:
+  memscope-trace oom memscopeDumpResults   of all dumps in the directory
+  memscope-trace oom dump.csv --blocks 20  with more of the blocks that were held";
+
 #[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
 pub struct OomArgs {
     /// Dumps: files (csv, db, capture), or directories that stand for all dumps in them
     #[arg(required = true, value_name = "DUMP")]
     dumps: Vec<PathBuf>,
     /// List so many of the largest and of the latest blocks [default: 3, with --json 10]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1000))]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = clap::value_parser!(u16).range(1..=1000))]
     blocks: Option<u16>,
     #[command(flatten)]
     step: StepArgs,

@@ -370,7 +370,7 @@ impl ProcessState {
             Fact::Launch => {
                 let name = self.stubs.get(&args[0]).cloned();
                 self.threads.entry(tid).or_default().kernel = name.clone();
-                EventKind::Launch { name, stream: 0 }
+                EventKind::Launch { name, stream: Some(0) }
             }
             _ => {
                 self.used(probe, call, names);
@@ -459,7 +459,8 @@ impl ProcessState {
                 };
                 let pool = if host { Pool::Host } else { Pool::Hal };
                 let device = (!host).then_some(DeviceId((flag & 0x3ff) as u16));
-                let driver = DriverAlloc { module: (flag >> 56) as u8, page, create: false, api };
+                let driver =
+                    DriverAlloc { module: Some((flag >> 56) as u8), page: Some(page), create: false, api };
                 driver_alloc(probe, call, stack, pool, device, driver)
             }
             Fact::DriverCreate => {
@@ -474,12 +475,13 @@ impl ProcessState {
                     2 => PageType::Giant,
                     _ => PageType::Normal,
                 };
-                let driver = DriverAlloc { module: second as u8, page, create: true, api };
+                let driver = DriverAlloc { module: Some(second as u8), page: Some(page), create: true, api };
                 driver_alloc(probe, call, stack, pool, device, driver)
             }
             Fact::RuntimeAllocCounted | Fact::RuntimeHostAllocCounted => {
                 let pool = if probe.observes == Fact::RuntimeAllocCounted { Pool::Hal } else { Pool::Host };
-                let driver = DriverAlloc { module: 33, page: PageType::Normal, create: false, api };
+                let driver =
+                    DriverAlloc { module: Some(33), page: Some(PageType::Normal), create: false, api };
                 driver_alloc(probe, call, stack, pool, None, driver)
             }
             Fact::DriverRetain => {
@@ -579,7 +581,7 @@ impl ProcessState {
                 let plausible = !text.is_empty() && text.iter().all(|b| b.is_ascii_graphic());
                 let name = plausible.then(|| names.get(text));
                 self.threads.entry(Tid(record.header.tid)).or_default().kernel = name.clone();
-                Some(EventKind::Launch { name, stream: record.args[2] })
+                Some(EventKind::Launch { name, stream: Some(record.args[2]) })
             }
             _ => None,
         }

@@ -22,6 +22,9 @@ const NAMES_KEPT: usize = 1 << 16;
 /// The same of stacks, which are larger.
 const STACKS_KEPT: usize = 1 << 12;
 
+/// Keys and kinds of rows of which it is counted how many say what we do not hold: a hostile dump has as many as rows.
+const UNHELD_KEPT: usize = 64;
+
 /// What is wrong with a row.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RowError {
@@ -33,6 +36,9 @@ pub enum RowError {
     Missing { event: &'static str, attr: &'static str },
     #[error("column Attr is not a JSON object: {0}")]
     Json(String),
+    /// Of a later version of msMemScope, or a typing error: what it says of memory is missing.
+    #[error("Event and Event Type: `{0}` is no kind of row that is known here")]
+    Kind(String),
 }
 
 impl From<SplitError> for RowError {
@@ -109,7 +115,8 @@ pub(super) struct Attrs<'a> {
 }
 
 impl<'a> Attrs<'a> {
-    pub fn set(&mut self, key: &[u8], value: &'a [u8]) {
+    /// Whether the key means something to us.
+    pub fn set(&mut self, key: &[u8], value: &'a [u8]) -> bool {
         let slot = match key {
             b"allocation_id" => &mut self.allocation_id,
             b"addr" => &mut self.addr,
@@ -131,14 +138,15 @@ impl<'a> Attrs<'a> {
             b"range" => &mut self.range,
             b"domain" => &mut self.domain,
             b"handle" => &mut self.handle,
-            _ => return,
+            _ => return false,
         };
         *slot = Some(value);
+        true
     }
 
     /// Takes `{key:value,key:value}`. A value may hold commas itself (`shape:[1,2,]`, several inefficiencies): what
-    /// does not begin with a key belongs to the value before.
-    pub fn from_csv(cell: &'a [u8]) -> Self {
+    /// does not begin with a key belongs to the value before. `unheld` is told keys that mean nothing to us.
+    pub fn from_csv(cell: &'a [u8], mut unheld: impl FnMut(&'a [u8])) -> Self {
         let mut attrs = Attrs::default();
         let inner = cell.strip_prefix(b"{").unwrap_or(cell);
         let inner = inner.strip_suffix(b"}").unwrap_or(inner);
@@ -146,14 +154,15 @@ impl<'a> Attrs<'a> {
         let (mut value_start, mut at) = (0, 0);
         for piece in inner.split(|byte| *byte == b',') {
             let end = at + piece.len();
-            if let Some(colon) = memchr::memchr(b':', piece)
-                && let Some(found) = piece.get(..colon).map(<[u8]>::trim_ascii)
-                && is_key(found)
-            {
-                key = found;
-                value_start = at + colon + 1;
+            let begins = memchr::memchr(b':', piece)
+                .and_then(|colon| Some((piece.get(..colon)?.trim_ascii(), at + colon + 1)))
+                .filter(|(found, _)| is_key(found));
+            if let Some(begin) = begins {
+                (key, value_start) = begin;
             }
-            attrs.set(key, inner.get(value_start..end).unwrap_or_default());
+            if !attrs.set(key, inner.get(value_start..end).unwrap_or_default()) && begins.is_some() {
+                unheld(key);
+            }
             at = end + 1;
         }
         attrs
@@ -169,16 +178,58 @@ pub(super) struct Parser {
     dialect: Dialect,
     names: FxHashMap<Box<[u8]>, Name>,
     stacks: FxHashMap<Box<[u8]>, Option<Arc<Stack>>>,
+    /// As [`Unheld`], of this parser.
+    own_unheld: FxHashMap<Box<[u8]>, u64>,
+    unheld: Unheld,
+}
+
+/// What rows say that has no place in a [`Row`], with the number of such rows: keys of column Attr, and Event and Event
+/// Type of those that say nothing else. Parsers add to it when they are done.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Unheld(Arc<Mutex<BTreeMap<String, u64>>>);
+
+impl Unheld {
+    pub fn counts(&self) -> BTreeMap<String, u64> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl Drop for Parser {
+    fn drop(&mut self) {
+        let mut all = self.unheld.0.lock().unwrap_or_else(PoisonError::into_inner);
+        for (what, rows) in self.own_unheld.drain() {
+            *all.entry(sanitize(&what).into_owned()).or_default() += rows;
+        }
+    }
 }
 
 impl Parser {
-    pub fn new(dialect: Dialect) -> Self {
-        Parser { dialect, names: FxHashMap::default(), stacks: FxHashMap::default() }
+    pub fn new(dialect: Dialect, unheld: Unheld) -> Self {
+        Parser {
+            dialect,
+            names: FxHashMap::default(),
+            stacks: FxHashMap::default(),
+            own_unheld: FxHashMap::default(),
+            unheld,
+        }
+    }
+
+    /// Counts a row that says something we do not hold.
+    pub fn unheld(&mut self, what: &[u8]) {
+        let full = self.own_unheld.len() >= UNHELD_KEPT;
+        match self.own_unheld.get_mut(what) {
+            Some(rows) => *rows += 1,
+            None if full => *self.own_unheld.entry(b"others".as_slice().into()).or_default() += 1,
+            None => drop(self.own_unheld.insert(what.into(), 1)),
+        }
     }
 
     /// `None`: a row that says nothing an analysis knows.
     pub fn parse(&mut self, fields: &Fields<'_>) -> Result<Option<Parsed>, RowError> {
-        let Some(mut fact) = self.fact(fields)? else { return Ok(None) };
+        let Some(mut fact) = self.fact(fields)? else {
+            self.unheld(&[fields.event, b",", fields.event_type].concat());
+            return Ok(None);
+        };
         let (id, time) = key(fields.id, fields.time)?;
         let tgid = Tgid(cell("Process Id", fields.pid, u32_of, "a number")?);
         let tid = Tid(cell("Thread Id", fields.tid, u32_of, "a number")?);
@@ -239,11 +290,9 @@ impl Parser {
         let attrs = &fields.attrs;
         Ok(Some(match (fields.event, fields.event_type) {
             (b"MALLOC", event_type) => {
-                let Some(pool) = pool_of(event_type) else { return Ok(None) };
+                let Some(pool) = pool_of(event_type) else { return Err(unknown_kind(fields)) };
                 let ptr = address("MALLOC", fields)?;
-                let Some((size, _)) = attrs.size.and_then(size_of) else {
-                    return Err(RowError::Missing { event: "MALLOC", attr: "size" });
-                };
+                let size = bytes(attrs)?.ok_or(RowError::Missing { event: "MALLOC", attr: "size" })?;
                 let driver = matches!(pool, Pool::Hal | Pool::Host).then(|| driver_of(attrs)).flatten();
                 let totals = totals_of(attrs);
                 Fact::Event(EventKind::Alloc(Alloc {
@@ -257,24 +306,26 @@ impl Parser {
                 }))
             }
             (b"FREE", event_type) => {
-                let Some(pool) = pool_of(event_type) else { return Ok(None) };
+                let Some(pool) = pool_of(event_type) else { return Err(unknown_kind(fields)) };
                 let ptr = address("FREE", fields)?;
+                let size = freed_bytes(attrs)?;
                 if attrs.shadow.is_some_and(|shadow| shadow == b"true") {
                     return Ok(Some(Fact::NeverFreed { pool, ptr }));
                 }
                 // 0: the writer did not know the block.
-                let size = attrs.size.and_then(size_of).map(|(size, _)| size).filter(|size| *size > 0);
+                let size = size.filter(|size| *size > 0);
                 let totals = totals_of(attrs);
                 Fact::Event(EventKind::Free(Free { pool, device: None, ptr, size, totals }))
             }
             (b"ACCESS", event_type) => Fact::Event(EventKind::Access(Access {
                 pool: attrs.pool.and_then(pool_of),
                 ptr: address("ACCESS", fields)?,
-                size: attrs.size.and_then(size_of).map_or(0, |(size, _)| size),
+                size: bytes(attrs)?.unwrap_or(0),
                 kind: match event_type {
                     b"READ" => AccessKind::Read,
                     b"WRITE" => AccessKind::Write,
-                    _ => AccessKind::Unknown,
+                    b"UNKNOWN" => AccessKind::Unknown,
+                    _ => return Err(unknown_kind(fields)),
                 },
                 op: self.optional_name(fields.name),
             })),
@@ -292,7 +343,7 @@ impl Parser {
             }
             (b"KERNEL_LAUNCH", b"KERNEL_LAUNCH") => Fact::Event(EventKind::Launch {
                 name: self.optional_name(fields.name),
-                stream: attrs.stream.and_then(u64_of).unwrap_or(0),
+                stream: attrs.stream.and_then(u64_of),
             }),
             (b"MSTX", b"Mark") => {
                 Fact::Event(EventKind::Mark { text: self.mark(fields.name), domain: self.domain(attrs) })
@@ -315,7 +366,7 @@ impl Parser {
                 let missing = |attr| RowError::Missing { event: "MAP", attr };
                 Fact::Event(EventKind::Map {
                     ptr: address("MAP", fields)?,
-                    size: attrs.size.and_then(u64_of).ok_or(missing("size"))?,
+                    size: bytes(attrs)?.ok_or(missing("size"))?,
                     handle: attrs.handle.and_then(u64_of).map(DevicePtr).ok_or(missing("handle"))?,
                 })
             }
@@ -337,7 +388,11 @@ impl Parser {
                 api: api_of(attrs),
                 stack: self.stack(fields),
             })),
-            _ => return Ok(None),
+            // Of msMemScope: when a kernel ran, and what PyTorch says of all its memory at a moment.
+            (b"KERNEL_LAUNCH", b"KERNEL_EXECUTE_START" | b"KERNEL_EXECUTE_END") | (b"SNAPSHOT", _) => {
+                return Ok(None);
+            }
+            _ => return Err(unknown_kind(fields)),
         }))
     }
 
@@ -444,6 +499,11 @@ fn cell<T>(
     read(text).ok_or_else(|| wrong(column, text, expected))
 }
 
+fn unknown_kind(fields: &Fields<'_>) -> RowError {
+    let kind = [fields.event, b",", fields.event_type].concat();
+    RowError::Kind(sanitize(kind.get(..kind.len().min(40)).unwrap_or_default()).into_owned())
+}
+
 fn wrong(column: &'static str, text: &[u8], expected: &'static str) -> RowError {
     let text = sanitize(text.get(..text.len().min(40)).unwrap_or_default()).into_owned();
     RowError::Cell { column, text, expected }
@@ -490,8 +550,8 @@ fn totals_of(attrs: &Attrs<'_>) -> Option<Totals> {
     Some(Totals { allocated: u64_of(attrs.used?)?, reserved: u64_of(attrs.total?)? })
 }
 
-/// What the driver was told, as far as it is in the row. Without the owner module there is nothing to say: that it
-/// is unknown is another thing than that it is none of the known ones.
+/// What the driver was told, as far as it is in the row. An owner module that is unknown is another thing than one that
+/// is none of the known ones.
 fn driver_of(attrs: &Attrs<'_>) -> Option<DriverAlloc> {
     let of_owner = || {
         let module = attrs.owner?.strip_prefix(b"CANN@")?.split(|byte| *byte == b'@').next()?;
@@ -501,16 +561,20 @@ fn driver_of(attrs: &Attrs<'_>) -> Option<DriverAlloc> {
         Module::named(std::str::from_utf8(module).ok()?).map(|module| module.0)
     };
     let of_number = || attrs.module.and_then(u64_of).and_then(|number| u8::try_from(number).ok());
-    Some(DriverAlloc {
-        module: of_owner().or_else(of_number)?,
+    let driver = DriverAlloc {
+        module: of_owner().or_else(of_number),
         page: match attrs.page_type {
-            Some(b"huge") => PageType::Huge,
-            Some(b"giant") => PageType::Giant,
-            _ => PageType::Normal,
+            Some(b"huge") => Some(PageType::Huge),
+            Some(b"giant") => Some(PageType::Giant),
+            Some(b"normal") => Some(PageType::Normal),
+            _ => None,
         },
         create: attrs.alloc_type.is_some_and(|how| how == b"create"),
         api: api_of(attrs),
-    })
+    };
+    let says_something =
+        driver.module.is_some() || driver.page.is_some() || driver.create || driver.api.is_some();
+    says_something.then_some(driver)
 }
 
 fn api_of(attrs: &Attrs<'_>) -> Option<(&'static str, u64)> {
@@ -559,6 +623,21 @@ fn u32_of(text: &[u8]) -> Option<u32> {
 
 fn i32_of(text: &[u8]) -> Option<i32> {
     std::str::from_utf8(text).ok()?.parse().ok()
+}
+
+/// `None` where the row says no size.
+fn said_size<'a>(attrs: &Attrs<'a>) -> Option<&'a [u8]> {
+    attrs.size.filter(|size| !matches!(*size, b"" | b"N/A"))
+}
+
+fn bytes(attrs: &Attrs<'_>) -> Result<Option<u64>, RowError> {
+    said_size(attrs).map(|size| cell("Attr, size", size, u64_of, "a number of bytes")).transpose()
+}
+
+/// The same of a free, which may have a minus sign.
+fn freed_bytes(attrs: &Attrs<'_>) -> Result<Option<u64>, RowError> {
+    let size = said_size(attrs).map(|size| cell("Attr, size", size, size_of, "a number of bytes"));
+    Ok(size.transpose()?.map(|(size, _)| size))
 }
 
 /// A size, and whether it has a minus sign.

@@ -20,7 +20,7 @@ use crate::text::sanitize;
 use super::capture::{CaptureSource, captures_of, is_capture};
 use super::csv::CsvSource;
 use super::db::{DbSource, is_database};
-use super::parse::{Continuity, Parsed, RowError};
+use super::parse::{Continuity, Parsed, RowError, Unheld};
 use super::row::{Fact, Place, Row};
 
 /// Rows handed over at a time.
@@ -38,20 +38,39 @@ const MOMENT_MOST: usize = 1 << 17;
 /// Why a dump can not be read at all.
 #[derive(Debug, thiserror::Error)]
 pub enum ReadError {
-    #[error("cannot read {}: {source}", .path.display())]
+    #[error("cannot read {}: {source}; name a dump, or a directory that holds dumps", .path.display())]
     Read { path: PathBuf, source: io::Error },
-    #[error("{} is empty: msMemScope leaves a dump so when its target is killed", .path.display())]
+    #[error(
+        "cannot read {}: {why}; it was cut off, or copied while it was written: copy it again, with the file {}-wal if \
+         there is one",
+        .path.display(), .path.display()
+    )]
+    Damaged { path: PathBuf, why: String },
+    #[error(
+        "{} is empty: what was to write it was killed before it wrote a row, as msMemScope is with its target; name \
+         another dump",
+        .path.display()
+    )]
     Empty { path: PathBuf },
     #[error(
-        "{} is not a dump: it begins with `{begin}` and not with the columns {}",
+        "{} is not a dump: it begins with `{begin}` and not with the columns {}; name a file that memscope-trace or \
+         msMemScope wrote",
         .path.display(), super::COLUMNS.join(",")
     )]
     NotADump { path: PathBuf, begin: String },
-    #[error("{} is not a dump: it has no table {table} with the columns {}", .path.display(), super::COLUMNS.join(","))]
+    #[error(
+        "{} is not a dump: it has no table {table} with the columns {}; name a file that memscope-trace or msMemScope \
+         wrote",
+        .path.display(), super::COLUMNS.join(",")
+    )]
     NoTable { path: PathBuf, table: &'static str },
-    #[error("{} is not a capture: {why}", .path.display())]
+    #[error("nothing of {} can be read as a capture: {why}; name another dump", .path.display())]
     NotACapture { path: PathBuf, why: String },
-    #[error("no dump (memscope_dump_*.csv, .arrows or .db) in {}", .path.display())]
+    #[error(
+        "no dump (memscope_dump_*.csv, .arrows or .db) in {} or below; name the directory that was traced to \
+         (--output), or a dump of another name itself",
+        .path.display()
+    )]
     NothingFound { path: PathBuf },
     #[error(
         "cannot sort {}: {source}; {} needs room for the file once more, or set TMPDIR to another directory",
@@ -114,14 +133,22 @@ pub struct Problems {
     pub ends: u64,
     /// Those that say how many rows had gone before the trace ended.
     pub removals: u64,
-    /// The first of them.
+    /// Rows of a kind that is not known here.
+    pub unknown: u64,
+    /// The first of them; of each unknown kind the first row.
     pub first: Vec<Problem>,
 }
 
 impl Problems {
     fn add(&mut self, problem: Problem) {
         self.total += 1;
-        match problem.kind {
+        match &problem.kind {
+            ProblemKind::Row(RowError::Kind(_)) => {
+                self.unknown += 1;
+                if self.first.iter().any(|told| told.kind == problem.kind) {
+                    return;
+                }
+            }
             ProblemKind::Row(_) => {}
             ProblemKind::Io(_) => self.ends += 1,
             ProblemKind::Removed { .. } => self.removals += 1,
@@ -135,11 +162,14 @@ impl Problems {
 /// What is missing, in short.
 impl fmt::Display for Problems {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Problems { total, ends, removals, .. } = *self;
-        let rows = total.saturating_sub(ends + removals);
+        let Problems { total, ends, removals, unknown, .. } = *self;
+        let rows = total.saturating_sub(ends + removals + unknown);
         let mut parts = Vec::new();
         if rows > 0 {
             parts.push(format!("{} could not be read", units::count_of(rows, "row")));
+        }
+        if unknown > 0 {
+            parts.push(format!("{} of a kind that is not known here", units::were(unknown, "row")));
         }
         if ends > 0 {
             let files = units::count_of(ends, "file");
@@ -154,24 +184,31 @@ impl fmt::Display for Problems {
     }
 }
 
-/// Two files of the same process and device that say something about the same time.
+/// Two files of the same process and device that say something about the same time, or one that says it twice.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Overlap {
     pub paths: [PathBuf; 2],
     pub process: Tgid,
     /// Rows that are in both, and count once: the same trace twice, as its dump and a conversion of it. None: two traces.
     pub shared: u64,
+    /// The rows are there more than once within one file.
+    pub within: bool,
 }
 
 impl fmt::Display for Overlap {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Overlap { paths, process, shared } = self;
+        let Overlap { paths, process, shared, within } = self;
         let [one, other] = paths.each_ref().map(|path| sanitize(path.as_os_str().as_encoded_bytes()));
         match shared {
             0 => write!(
                 f,
                 "{one} and {other} are two traces of process {process} at the same time: its memory counts twice; \
                  name one of them"
+            ),
+            rows if *within => write!(
+                f,
+                "{one} has {} more than once, under the same ID and at the same time, which count once",
+                units::count_of(*rows, "row")
             ),
             _ if one == other => write!(f, "{one} was named twice and counts once"),
             rows => write!(
@@ -223,6 +260,12 @@ pub(super) struct Keyed {
     pub parsed: Parsed,
 }
 
+impl Keyed {
+    fn says_the_same(&self, key: Key, parsed: &Parsed) -> bool {
+        (self.key.time, self.key.id) == (key.time, key.id) && self.parsed == *parsed
+    }
+}
+
 impl PartialEq for Keyed {
     fn eq(&self, other: &Self) -> bool {
         self.key == other.key
@@ -254,6 +297,7 @@ pub struct Rows {
     files: Vec<PathBuf>,
     problems: Problems,
     pairs: Pairs,
+    unheld: Unheld,
     batch: std::vec::IntoIter<NumberedRow>,
     batches: Receiver<Batch>,
     /// Reads; until it is known how that ended.
@@ -267,7 +311,8 @@ struct Batch {
     pairs: Pairs,
 }
 
-/// Of two files, lower index first, the process that they overlap in, and rows that they have in common.
+/// Of two files, lower index first, the process that they overlap in, and rows that they have in common; of one file with
+/// itself, rows that it has again.
 type Pairs = BTreeMap<(usize, usize), (Tgid, u64)>;
 
 /// Opens dumps to be read as one. A directory stands for all dumps in it.
@@ -293,14 +338,19 @@ pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>, options: Options
     }
     let captures = captures_of(captures.into_iter());
     let memory = options.memory / others.len().max(1);
-    let others_sources = others.iter().map(|path| open_file(path, memory));
+    let unheld = Unheld::default();
+    let others_sources = others.iter().map(|path| open_file(path, memory, &unheld));
     let files: Vec<PathBuf> = others
         .iter()
         .cloned()
         .chain(captures.iter().filter_map(|segments| segments.first().cloned()))
         .collect();
     let sources = others_sources
-        .chain(captures.into_iter().map(|segments| Ok(Box::new(CaptureSource::open(segments)?) as _)))
+        .chain(
+            captures
+                .into_iter()
+                .map(|segments| Ok(Box::new(CaptureSource::open(segments, unheld.clone())?) as _)),
+        )
         .collect::<Result<Vec<_>, _>>()?;
     let (sender, batches) = sync_channel(AHEAD);
     let thread = std::thread::Builder::new()
@@ -311,6 +361,7 @@ pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>, options: Options
         files,
         problems: Problems::default(),
         pairs: Pairs::new(),
+        unheld,
         batch: Vec::new().into_iter(),
         batches,
         thread: Some(thread),
@@ -329,6 +380,12 @@ impl Rows {
         &self.problems
     }
 
+    /// What rows say that no [`Row`] holds, with their number, once there are no more rows: keys of column Attr, and Event
+    /// and Event Type of rows that say nothing else.
+    pub fn unheld(&self) -> BTreeMap<String, u64> {
+        self.unheld.counts()
+    }
+
     /// Files that are not independent of each other, as far as rows have been read.
     pub fn overlaps(&self) -> Vec<Overlap> {
         let path = |file: usize| self.files.get(file).cloned().unwrap_or_default();
@@ -336,6 +393,7 @@ impl Rows {
             paths: [path(one), path(other)],
             process,
             shared,
+            within: one == other,
         };
         self.pairs.iter().map(overlap).collect()
     }
@@ -404,19 +462,19 @@ fn looks_like(path: &Path, kind: impl Fn(&mut File) -> io::Result<bool>) -> Resu
     kind(&mut file).map_err(|source| ReadError::read(path, source))
 }
 
-fn open_file(path: &Path, memory: usize) -> Result<Box<dyn Source>, ReadError> {
+fn open_file(path: &Path, memory: usize, unheld: &Unheld) -> Result<Box<dyn Source>, ReadError> {
     if looks_like(path, is_database)? {
-        return Ok(Box::new(DbSource::open(path.into())?));
+        return Ok(Box::new(DbSource::open(path.into(), unheld.clone())?));
     }
     let file = File::open(path).map_err(|source| ReadError::read(path, source))?;
-    Ok(Box::new(CsvSource::open(path.into(), file, memory)?))
+    Ok(Box::new(CsvSource::open(path.into(), file, memory, unheld.clone())?))
 }
 
 /// Merges the files and sends what comes of it, until nobody takes it any more.
 fn merge(mut sources: Vec<Box<dyn Source>>, sender: &SyncSender<Batch>) {
+    let files = sources.len();
     let mut batch = Batch::default();
     let mut next: BinaryHeap<Reverse<(Keyed, usize)>> = BinaryHeap::new();
-    let mut pending: Vec<usize> = (0..sources.len()).collect();
     let mut continuity = Continuity::default();
     let mut moment = Moment::default();
     let mut takes = Takes::default();
@@ -429,12 +487,19 @@ fn merge(mut sources: Vec<Box<dyn Source>>, sender: &SyncSender<Batch>) {
             }
         }
     };
-    loop {
-        for index in pending.drain(..) {
-            next.extend(pull(index, &mut batch).map(|row| Reverse((row, index))));
+    for index in 0..files {
+        next.extend(pull(index, &mut batch).map(|row| Reverse((row, index))));
+    }
+    while let Some(Reverse((Keyed { key, mut parsed }, file))) = next.pop() {
+        // Files are in order of time and number: what one says twice is next to itself.
+        while let Some(following) = pull(file, &mut batch) {
+            if following.says_the_same(key, &parsed) {
+                note(&mut batch.pairs, [file, file], parsed.row.tgid, 1);
+                continue;
+            }
+            next.push(Reverse((following, file)));
+            break;
         }
-        let Some(Reverse((Keyed { key, mut parsed }, file))) = next.pop() else { break };
-        pending.push(file);
         let at_once = next.peek().is_some_and(|Reverse((other, _))| other.key.time == key.time);
         if let Some(owner) = moment.owner(key.time, at_once, file, &parsed.row) {
             // What concerns a process as a whole is in the file of each of its devices.

@@ -84,9 +84,11 @@ pub(super) fn records<'a>(row: &'a Row, mut put: impl FnMut(Record<'a>)) {
             record.attrs.extend(totals(alloc.pool, alloc.totals));
             record.attrs.extend(owner(row, alloc).map(|owner| ("owner", Value::Owner(owner))));
             if let Some(driver) = &alloc.driver {
-                record.attrs.push(("page_type", Value::Word(page_type(driver.page))));
-                let how = if driver.create { "create" } else { "alloc" };
-                record.attrs.push(("alloc_type", Value::Word(how)));
+                record.attrs.extend(driver.page.map(|page| ("page_type", Value::Word(page_type(page)))));
+                if driver.page.is_some() || driver.create {
+                    let how = if driver.create { "create" } else { "alloc" };
+                    record.attrs.push(("alloc_type", Value::Word(how)));
+                }
                 record.attrs.extend(api(driver.api));
             }
             put(record);
@@ -129,7 +131,7 @@ pub(super) fn records<'a>(row: &'a Row, mut put: impl FnMut(Record<'a>)) {
         }
         Fact::Event(EventKind::Launch { name, stream }) => put(new("KERNEL_LAUNCH", "KERNEL_LAUNCH")
             .named(name.as_deref().map_or(Label::None, Label::Text))
-            .with([("streamId", Value::Number(*stream))])),
+            .with(stream.map(|stream| ("streamId", Value::Number(stream))))),
         Fact::Event(EventKind::Access(access)) => {
             let event_type = match access.kind {
                 AccessKind::Read => "READ",
@@ -203,7 +205,12 @@ fn owner<'a>(row: &'a Row, alloc: &Alloc) -> Option<Owner<'a>> {
         // msMemScope has none for pinned host memory.
         Pool::Host if alloc.driver.is_none() => None,
         Pool::Hal | Pool::Host => {
-            let module = alloc.driver.as_ref().and_then(|driver| Module(driver.module).name());
+            let module = alloc.driver.as_ref().and_then(|driver| driver.module);
+            // Of a dump that does not say it, nothing is known to be unknown.
+            if module.is_none() && labels.is_none() {
+                return None;
+            }
+            let module = module.and_then(|module| Module(module).name());
             Some(Owner { framework: "CANN", module: Some(module.unwrap_or("UNKNOWN")), labels })
         }
         pool => Some(Owner { framework: pool.name(), module: None, labels }),

@@ -4,9 +4,7 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use rustc_hash::FxHashMap;
 
-use super::{
-    AllocationId, DeviceId, DevicePtr, Frame, Module, Name, Nanos, PageType, Pool, Stack, StepId, Tid,
-};
+use super::{AllocationId, DeviceId, DevicePtr, Frame, Module, Name, Nanos, Pool, Stack, StepId, Tid};
 
 /// One allocation of a pool, from its allocation to its free.
 #[derive(Debug, Clone, PartialEq)]
@@ -37,8 +35,7 @@ pub struct Block {
 /// What the driver was told about a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Driver {
-    pub module: Module,
-    pub page: PageType,
+    pub module: Option<Module>,
     /// Physical memory without an address: the block's `ptr` is its handle.
     pub create: bool,
     /// The runtime function that was called above it.
@@ -53,9 +50,14 @@ impl Block {
         self.stack.as_ref()?.place()
     }
 
+    /// Who asked the driver for it, where that is known.
+    pub fn module(&self) -> Option<Module> {
+        self.driver.and_then(|driver| driver.module)
+    }
+
     /// Whether freeing this block is up to the program, or to the framework on its behalf.
     pub fn belongs_to_program(&self) -> bool {
-        self.segment_of.is_none() && self.driver.is_none_or(|driver| driver.module.belongs_to_program())
+        self.segment_of.is_none() && self.module().is_none_or(Module::belongs_to_program)
     }
 }
 

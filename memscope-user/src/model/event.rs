@@ -38,7 +38,8 @@ pub enum EventKind {
     /// A kernel was launched by this thread.
     Launch {
         name: Option<Name>,
-        stream: u64,
+        /// `None` in dumps of 2025.
+        stream: Option<u64>,
     },
     /// An operator used a block, or a part of one.
     Access(Access),
@@ -149,9 +150,10 @@ pub struct Totals {
 /// What the driver was told about an allocation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DriverAlloc {
-    /// Owner module (`flag >> 56` of `halMemAlloc`; 33 = APP).
-    pub module: u8,
-    pub page: PageType,
+    /// Owner module (`flag >> 56` of `halMemAlloc`; 33 = APP). A dump need not say it.
+    pub module: Option<u8>,
+    /// The same.
+    pub page: Option<PageType>,
     /// Physical memory without an address (`halMemCreate`): `ptr` is the handle.
     pub create: bool,
     /// The runtime call above it (`aclrtMallocAlign32`), and the bytes asked of that call.

@@ -231,7 +231,7 @@ impl DriverUse {
     }
 
     fn module(&mut self, block: &Block) -> &mut u64 {
-        let module = block.driver.map(|driver| driver.module);
+        let module = block.module();
         let at = match self.modules.iter().position(|(known, _)| *known == module) {
             Some(at) => at,
             None => {
@@ -520,8 +520,7 @@ impl Process {
             op: thread.op.clone(),
             kernel_index: self.kernels,
             driver: alloc.driver.as_ref().map(|driver| Driver {
-                module: Module(driver.module),
-                page: driver.page,
+                module: driver.module.map(Module),
                 create: driver.create,
                 api: driver.api.map(|(name, _)| name),
                 asked: driver.api.map_or(alloc.size, |(_, asked)| asked),

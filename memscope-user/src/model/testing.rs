@@ -35,7 +35,7 @@ impl Script {
     }
 
     pub fn launch(&mut self) -> &mut Self {
-        self.push(MAIN, EventKind::Launch { name: None, stream: 1 })
+        self.push(MAIN, EventKind::Launch { name: None, stream: Some(1) })
     }
 
     pub fn alloc(&mut self, ptr: u64, size: u64) -> &mut Self {
@@ -99,8 +99,8 @@ impl Script {
 
     pub fn hal_of(&mut self, tid: Tid, ptr: u64, size: u64, module: Module) -> &mut Self {
         let driver = DriverAlloc {
-            module: module.0,
-            page: PageType::Huge,
+            module: Some(module.0),
+            page: Some(PageType::Huge),
             create: false,
             api: Some(("aclrtMalloc", size)),
         };

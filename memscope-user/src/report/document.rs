@@ -246,6 +246,9 @@ pub struct Dump {
     pub complete: bool,
     /// Why not.
     pub reason: Option<String>,
+    /// Whether its files are text, in which lines can be searched for.
+    #[serde(skip)]
+    pub is_text: bool,
 }
 
 #[derive(Debug, Clone, Copy, Serialize)]
@@ -806,7 +809,7 @@ impl BlockFacts {
             tid: block.tid,
             timestamp_ns: block.time,
             allocation_id: block.id,
-            module: block.driver.map(|driver| driver.module.to_string()),
+            module: block.module().map(|module| module.to_string()),
             api: block.driver.and_then(|driver| driver.api),
             reason: None,
             freed_step: None,

@@ -158,7 +158,9 @@ impl Report<'_> {
                     "Leaks not judged: there was no memory on the selected devices (--device).".to_owned()
                 }
                 None if document.offline => {
-                    "Leaks not judged: the dump has no row of an allocation or a free.".to_owned()
+                    let unread = document.dump.as_ref().is_some_and(|dump| !dump.complete);
+                    let readable = if unread { " that could be read" } else { "" };
+                    format!("Leaks not judged: the dump has no row of an allocation or a free{readable}.")
                 }
                 None => "Leaks not judged: no device memory was allocated or freed.".to_owned(),
                 Some(_) if !document.steps_wanted => {
@@ -339,7 +341,15 @@ impl Report<'_> {
         let events = document.events;
         let lost = if events.lost == 0 { "none".to_owned() } else { units::count(events.lost) };
         let mut text = match document.offline {
-            true => format!("Dump: {} read, {lost} lost", units::count_of(events.received, "row")),
+            // Events are lost by the tracer that writes the dump, which is another thing than rows that can not be read.
+            true => {
+                let lost =
+                    if events.lost == 0 { "no event".into() } else { units::count_of(events.lost, "event") };
+                format!(
+                    "Dump: {} read; {lost} lost when it was traced",
+                    units::count_of(events.received, "row")
+                )
+            }
             false => format!("Events: {} received, {lost} lost", units::count(events.received)),
         };
         let attached = document.sites.iter().filter(|site| site.attached).count();
@@ -397,7 +407,7 @@ impl Report<'_> {
         } else if let Some(block) = leaking.first().and_then(|group| group.blocks.first()) {
             let mut text = "see what your code keeps of each step's results".to_owned();
             whence(&mut text, block);
-            if let Some(dump) = document.dump.as_ref().filter(|dump| is_text(&dump.path)) {
+            if let Some(dump) = document.dump.as_ref().filter(|dump| dump.is_text) {
                 let _ = write!(
                     text,
                     "; the dump's rows before the block: grep -rn -B 20 {:x} {}",
@@ -453,6 +463,11 @@ impl Report<'_> {
         line(out, &format!("Next: {text}"));
     }
 
+    /// When what was seen begins.
+    fn beginning(&self) -> &'static str {
+        if self.document.offline { "the dump's beginning" } else { "attach" }
+    }
+
     fn place(&self, device: &Device) -> String {
         format!("{}{}", self.process(device.pid, device.program), device_name(device.device))
     }
@@ -475,11 +490,6 @@ fn more(out: &mut String, all: usize, shown: usize) {
     if let Some(more) = all.checked_sub(shown).filter(|more| *more > 0) {
         line(out, &format!("  and {} more (--json lists them)", units::count(more as u64)));
     }
-}
-
-/// Of what a search for text finds anything in: a dump in CSV, or a directory.
-fn is_text(dump: &str) -> bool {
-    !dump.split(' ').any(|path| [".db", ".arrows", ".capture"].iter().any(|end| path.ends_with(end)))
 }
 
 pub(super) fn line(out: &mut String, text: &str) {

@@ -13,6 +13,7 @@ use super::{
 };
 use crate::{
     attach::{Attacher, Status},
+    dump::Format,
     model::{DeviceId, StepRule, StepsFrom, Tgid},
     report::{
         document::{
@@ -87,7 +88,8 @@ impl Session<'_> {
             None
         };
         let path = common_parent(summary.files.iter().map(|file| file.path.as_path()))?;
-        Some(Dump { path: path.display().to_string(), complete: summary.is_complete(), reason })
+        let is_text = summary.files.iter().any(|file| file.format == Format::Csv);
+        Some(Dump { path: path.display().to_string(), complete: summary.is_complete(), reason, is_text })
     }
 
     /// All sites with what happened there, and what it comes to. What was lost is told.

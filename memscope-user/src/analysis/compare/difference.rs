@@ -487,7 +487,7 @@ fn owner_of(row: &Row, block: &Block) -> Name {
     let labels = row.owner.as_deref().map(|labels| format!("@{labels}")).unwrap_or_default();
     match block.pool {
         Pool::Hal => {
-            let module = block.driver.and_then(|driver| Module::name(driver.module)).unwrap_or("UNKNOWN");
+            let module = block.module().and_then(Module::name).unwrap_or("UNKNOWN");
             format!("CANN@{module}{labels}").into()
         }
         pool => format!("{pool}{labels}").into(),

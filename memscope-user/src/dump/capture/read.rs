@@ -6,7 +6,7 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::dump::parse::{Attrs, Dialect, Fields, Parser, RowError};
+use crate::dump::parse::{Attrs, Dialect, Fields, Parser, RowError, Unheld};
 use crate::dump::read::{Key, Keyed, Problem, ProblemKind, ReadError, Source};
 
 use super::batch::{Columns, schema};
@@ -46,7 +46,7 @@ struct Segment {
 
 impl CaptureSource {
     /// `segments`: in order.
-    pub fn open(segments: Vec<PathBuf>) -> Result<Self, ReadError> {
+    pub fn open(segments: Vec<PathBuf>, unheld: Unheld) -> Result<Self, ReadError> {
         let mut segments: VecDeque<Arc<Path>> = segments.into_iter().map(Arc::from).collect();
         let mut problems = VecDeque::new();
         let current = match segments.pop_front() {
@@ -60,7 +60,7 @@ impl CaptureSource {
             }
             None => None,
         };
-        let parser = Parser::new(Dialect::Plain);
+        let parser = Parser::new(Dialect::Plain, unheld);
         Ok(CaptureSource { segments, current, parser, waiting: VecDeque::new(), problems })
     }
 

@@ -12,7 +12,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::dump::COLUMNS;
-use crate::dump::parse::{Attrs, Dialect, Fields, Parser, RowError, key};
+use crate::dump::parse::{Attrs, Dialect, Fields, Parser, RowError, Unheld, key};
 use crate::dump::read::{Key, Keyed, Problem, ReadError, Source};
 
 use super::scan::{Cells, Lines};
@@ -40,7 +40,7 @@ enum Order {
 
 impl CsvSource {
     /// `memory`: bytes that sorting may use before it goes to disk.
-    pub fn open(path: Arc<Path>, mut file: File, memory: usize) -> Result<Self, ReadError> {
+    pub fn open(path: Arc<Path>, mut file: File, memory: usize, unheld: Unheld) -> Result<Self, ReadError> {
         let body = check_header(&path, &mut file)?;
         let lines = || -> Result<Lines<File>, ReadError> {
             let mut file = file.try_clone().map_err(|source| ReadError::read(&path, source))?;
@@ -56,7 +56,7 @@ impl CsvSource {
                 Order::Sorted { problems, rows }
             }
         };
-        Ok(CsvSource { path, order, parser: Parser::new(Dialect::Csv) })
+        Ok(CsvSource { path, order, parser: Parser::new(Dialect::Csv, unheld) })
     }
 }
 
@@ -109,6 +109,7 @@ impl Source for CsvSource {
 }
 
 fn parse(parser: &mut Parser, line: u64, cells: &Cells<'_>) -> Result<Option<Keyed>, RowError> {
+    let attrs = Attrs::from_csv(cells.get(9), |key| parser.unheld(key));
     let parsed = parser.parse(&Fields {
         id: cells.get(0),
         event: cells.get(1),
@@ -119,7 +120,7 @@ fn parse(parser: &mut Parser, line: u64, cells: &Cells<'_>) -> Result<Option<Key
         tid: cells.get(6),
         device: cells.get(7),
         ptr: cells.get(8),
-        attrs: Attrs::from_csv(cells.get(9)),
+        attrs,
         python: cells.get(10),
         native: cells.get(11),
     })?;

@@ -13,7 +13,7 @@ use rusqlite::types::ValueRef;
 use rusqlite::{Connection, OpenFlags};
 
 use crate::dump::COLUMNS;
-use crate::dump::parse::{Attrs, Dialect, Fields, Parser, RowError};
+use crate::dump::parse::{Attrs, Dialect, Fields, Parser, RowError, Unheld};
 use crate::dump::read::{Key, Keyed, Problem, ReadError, Source, failure};
 
 use super::TABLE;
@@ -43,15 +43,15 @@ pub(in crate::dump) struct DbSource {
 }
 
 impl DbSource {
-    pub fn open(path: Arc<Path>) -> Result<Self, ReadError> {
+    pub fn open(path: Arc<Path>, unheld: Unheld) -> Result<Self, ReadError> {
         let connection = open(&path)?;
         let (sender, batches) = sync_channel(4);
         let of_thread = path.clone();
         let thread = std::thread::Builder::new()
             .name("read db".into())
             .spawn(move || {
-                if let Err(error) = send_rows(&connection, &of_thread, &sender) {
-                    let error = io::Error::other(error);
+                if let Err(error) = send_rows(&connection, &of_thread, unheld, &sender) {
+                    let error = io::Error::other(said(&error));
                     // Nobody listens: nobody misses it.
                     let _ = sender.send(vec![Err(Problem::io(&of_thread, 0, &error))]);
                 }
@@ -79,7 +79,7 @@ impl Source for DbSource {
 }
 
 fn open(path: &Path) -> Result<Connection, ReadError> {
-    let failed = |error| ReadError::read(path, io::Error::other(error));
+    let failed = |error| ReadError::Damaged { path: path.to_owned(), why: said(&error) };
     let flags = OpenFlags::SQLITE_OPEN_READ_ONLY | OpenFlags::SQLITE_OPEN_NO_MUTEX;
     // SQLite leaves files beside a database of which it must expect that it is being written. Without a log there is
     // nothing to expect, and the directory need not even be writable.
@@ -93,6 +93,14 @@ fn open(path: &Path) -> Result<Connection, ReadError> {
         return Err(ReadError::NoTable { path: path.to_owned(), table: TABLE });
     }
     Ok(connection)
+}
+
+/// What SQLite says, once: with its code it says it twice.
+fn said(error: &rusqlite::Error) -> String {
+    match error {
+        rusqlite::Error::SqliteFailure(_, Some(text)) => text.clone(),
+        other => other.to_string(),
+    }
 }
 
 fn has_log(path: &Path) -> bool {
@@ -122,6 +130,7 @@ fn columns_of(connection: &Connection) -> rusqlite::Result<Vec<String>> {
 fn send_rows(
     connection: &Connection,
     path: &Arc<Path>,
+    unheld: Unheld,
     sender: &SyncSender<Vec<Result<Keyed, Problem>>>,
 ) -> rusqlite::Result<()> {
     let columns: Vec<String> = COLUMNS.iter().take(11).map(|name| format!("\"{name}\"")).collect();
@@ -129,7 +138,7 @@ fn send_rows(
     let sql = format!("SELECT rowid, {columns} FROM {TABLE} ORDER BY \"Timestamp(ns)\", \"ID\", rowid");
     let mut statement = connection.prepare(&sql)?;
     let mut rows = statement.query([])?;
-    let mut parser = Parser::new(Dialect::Db);
+    let mut parser = Parser::new(Dialect::Db, unheld);
     let mut batch = Vec::with_capacity(BATCH);
     while let Some(row) = rows.next()? {
         let number = row.get::<_, i64>(0)?.unsigned_abs();
@@ -166,7 +175,9 @@ fn parse(parser: &mut Parser, row: &rusqlite::Row<'_>) -> Result<Option<Keyed>, 
     let values = json_values(cell(9))?;
     let mut attrs = Attrs::default();
     for (key, value) in &values {
-        attrs.set(key.as_bytes(), value.as_bytes());
+        if !attrs.set(key.as_bytes(), value.as_bytes()) {
+            parser.unheld(key.as_bytes());
+        }
     }
     let parsed = parser.parse(&Fields {
         id: cell(0),

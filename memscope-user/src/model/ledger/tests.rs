@@ -292,7 +292,8 @@ fn a_segment_is_where_a_pools_block_lies() {
 fn pieces_of_an_expandable_segment_are_claimed_by_growth() {
     let mut script = Script::new();
     for handle in 1..=3 {
-        let driver = DriverAlloc { module: Module::APP.0, page: PageType::Huge, create: true, api: None };
+        let driver =
+            DriverAlloc { module: Some(Module::APP.0), page: Some(PageType::Huge), create: true, api: None };
         script.push(
             MAIN,
             EventKind::Alloc(Alloc {

@@ -59,7 +59,7 @@ impl Report<'_> {
         for device in devices.iter().take(DEVICES_SHOWN) {
             let mut text = format!("  {}", self.place(device));
             if let Some(reconciliation) = &device.reconciliation {
-                let _ = write!(text, ": {}", driver_line(reconciliation));
+                let _ = write!(text, ": {}", driver_line(reconciliation, self.beginning()));
             }
             line(out, &text);
             let rows: Vec<[String; 3]> = device
@@ -68,12 +68,15 @@ impl Report<'_> {
                 .filter(|facts| facts.pool != Pool::Hal)
                 .map(|facts| {
                     let seen = format!(
-                        "seen since attach: {} live in {}, peak {}",
+                        "seen since {}: {} live in {}, peak {}",
+                        self.beginning(),
                         units::bytes(facts.live_bytes),
                         units::blocks(facts.blocks),
                         units::bytes(facts.peak_bytes)
                     );
-                    let own = facts.allocated.map(|_| totals(facts, device.reconciliation.as_ref()));
+                    let own = facts
+                        .allocated
+                        .map(|_| totals(facts, device.reconciliation.as_ref(), self.beginning()));
                     [format!("  {}", facts.pool), own.unwrap_or_default(), seen]
                 })
                 .collect();
@@ -95,7 +98,7 @@ impl Report<'_> {
     fn gaps(&self, out: &mut String) {
         let lost = self.document.events.lost > 0;
         let or_lost = if lost { " or whose allocation was lost" } else { "" };
-        let before_attach = format!("freed that came from before attach{or_lost}");
+        let before_attach = format!("freed that came from before {}{or_lost}", self.beginning());
         let mut lines = Vec::new();
         for process in &self.document.processes {
             for gaps in &process.pools {
@@ -185,8 +188,10 @@ impl Report<'_> {
             .pools
             .iter()
             .map(|facts| match facts.pool {
-                Pool::Hal => format!("driver {} since attach", units::bytes(facts.live_bytes)),
-                pool => format!("{pool} {}", totals(facts, None)),
+                Pool::Hal => {
+                    format!("driver {} since {}", units::bytes(facts.live_bytes), self.beginning())
+                }
+                pool => format!("{pool} {}", totals(facts, None, self.beginning())),
             })
             .collect();
         if !pools.is_empty() {
@@ -328,8 +333,8 @@ fn points_peak(points: &[Point], step: StepId) -> u64 {
     up_to.map(|point| point.peak_allocated).max().unwrap_or(0)
 }
 
-fn driver_line(facts: &ReconciliationFacts) -> String {
-    let mut text = format!("{} from the driver since attach", units::bytes(facts.driver_bytes));
+fn driver_line(facts: &ReconciliationFacts, beginning: &str) -> String {
+    let mut text = format!("{} from the driver since {beginning}", units::bytes(facts.driver_bytes));
     let modules: Vec<String> = facts
         .modules
         .iter()
@@ -358,7 +363,7 @@ fn driver_line(facts: &ReconciliationFacts) -> String {
 }
 
 /// The allocator's own figures.
-fn totals(facts: &PoolFacts, reconciliation: Option<&ReconciliationFacts>) -> String {
+fn totals(facts: &PoolFacts, reconciliation: Option<&ReconciliationFacts>, beginning: &str) -> String {
     let (Some(allocated), Some(reserved)) = (facts.allocated, facts.reserved) else {
         return format!("{} in blocks", units::bytes(facts.live_bytes));
     };
@@ -368,7 +373,7 @@ fn totals(facts: &PoolFacts, reconciliation: Option<&ReconciliationFacts>) -> St
         .and_then(|segments| segments.before_attach)
         .filter(|before| *before > 0);
     if let Some(before) = before {
-        let _ = write!(text, " ({} before attach)", units::bytes(before));
+        let _ = write!(text, " ({} before {beginning})", units::bytes(before));
     }
     text
 }

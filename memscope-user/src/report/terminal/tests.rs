@@ -240,7 +240,7 @@ fn a_leak_is_the_headline() {
             site("aclrtMallocCached", false, Some("in no mapped library")),
         ],
         events: Events { received: 40_120, lost: 0 },
-        dump: Some(Dump { path: "./dump".to_owned(), complete: true, reason: None }),
+        dump: Some(Dump { path: "./dump".to_owned(), complete: true, reason: None, is_text: true }),
         notes: vec!["trained on a Tuesday".to_owned()],
         ..Trace::default()
     };
@@ -477,7 +477,7 @@ fn the_next_step_with_a_dump_is_about_dumps() {
         nothing.starts_with("Leaks not judged: the dump has no row of an allocation or a free.\n"),
         "{nothing}"
     );
-    assert!(nothing.contains("\nDump: 1 row read, none lost\n"), "{nothing}");
+    assert!(nothing.contains("\nDump: 1 row read; no event lost when it was traced\n"), "{nothing}");
     assert!(nothing.contains("\nNext: write a dump with allocations and frees in it: --events"), "{nothing}");
     let mut script = Script::new();
     for _ in 1..=5 {
@@ -486,6 +486,7 @@ fn the_next_step_with_a_dump_is_about_dumps() {
         });
     }
     let clean = of(&script.events);
+    assert!(clean.contains("seen since the dump's beginning: ") && !clean.contains("attach"), "{clean}");
     assert!(
         clean.ends_with("Next: a leak that does not show in this many steps needs a longer trace\n"),
         "{clean}"
