@@ -796,11 +796,11 @@ fn a_target_that_is_killed_ends_with_a_full_report() -> Result<()> {
     }
     for signal in [libc::SIGTERM, libc::SIGKILL] {
         let dir = tempfile::tempdir()?;
-        let (mut target, _) = held(V8, dir.path(), &["leak", "--steps", "1000", "--marks"])?;
+        let (mut target, _) = held(V8, dir.path(), &["leak", "--steps", "5000", "--marks"])?;
         let pid = target.pid();
         let tracer = Tracer::start(&["-p", &pid.to_string()])?.attached()?;
         target.tell("go")?;
-        thread::sleep(Duration::from_millis(700));
+        thread::sleep(Duration::from_millis(700 * pace()));
         target.signal(signal);
         target.finish()?;
         let traced = tracer.finish()?;

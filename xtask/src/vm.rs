@@ -158,9 +158,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     if tests == guest::Tests::Shell {
         return Ok(());
     }
-    if tests == guest::Tests::All {
-        write_support(&reports)?;
-    }
+    write_support(&reports, &tests)?;
     let failed: Vec<_> = reports.iter().filter(|report| !report.passed()).collect();
     if !failed.is_empty() {
         let told: Vec<_> = failed.iter().map(|report| report.complaint()).collect();
@@ -169,13 +167,22 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Keeps what passed, and writes the document once every kernel has passed: a kernel that failed is then run again alone.
-fn write_support(reports: &[machine::Report]) -> anyhow::Result<()> {
-    for report in reports.iter().filter(|report| report.passed()) {
-        report.keep()?;
+/// Keeps what there is to say of kernels, and writes the document once every one has passed: a kernel that failed, or tests
+/// that did, are then run again alone.
+fn write_support(reports: &[machine::Report], tests: &guest::Tests) -> anyhow::Result<()> {
+    let mut news = false;
+    for report in reports {
+        news |= match tests {
+            guest::Tests::All => report.keep().map(|()| true)?,
+            _ => report.keep_tests()?,
+        };
+    }
+    if !news {
+        return Ok(());
     }
     let kept: Vec<_> = Kernel::all().map(machine::Report::kept).collect::<anyhow::Result<_>>()?;
-    match kept.into_iter().collect::<Option<Vec<_>>>() {
+    let passed = |report: Option<machine::Report>| report.filter(machine::Report::passed);
+    match kept.into_iter().map(passed).collect::<Option<Vec<_>>>() {
         Some(kept) => {
             let file = root().join("docs/support.md");
             fs::write(&file, support::document(&kept)).with_context(|| file.display().to_string())?;

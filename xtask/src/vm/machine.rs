@@ -24,6 +24,9 @@ use crate::{
 /// one: by what the host's processors do besides.
 const PATIENCE: Duration = Duration::from_secs(5400);
 
+/// What a test program ends with when tests have failed. A guest whose kernel has warned says something else.
+const TESTS_FAILED: i32 = 101;
+
 /// What booting these kernels needs.
 pub fn needs(kernels: &[Kernel]) -> Vec<Need> {
     let mut needs = vec![Need { what: "cpio", packages: &["cpio"], there: on_path("cpio") }];
@@ -83,12 +86,26 @@ pub struct Finding {
 
 impl Report {
     pub fn passed(&self) -> bool {
+        // What failed may have been run again since.
+        let ended = matches!(self.exit, Some(0 | TESTS_FAILED));
         let ready = !self.check.is_empty() && self.check.iter().all(|line| line.state != "bad");
-        ready && self.exit == Some(0) && !self.tests.is_empty() && self.tests.values().all(|passed| *passed)
+        ready && ended && !self.tests.is_empty() && self.tests.values().all(|passed| *passed)
     }
 
     fn place(kernel: Kernel) -> PathBuf {
-        dir().join("passed").join(format!("{}.json", kernel.name()))
+        dir().join("kept").join(format!("{}.json", kernel.name()))
+    }
+
+    /// Adds tests that were run again to what is kept of this kernel, where that is of the same commit. Whether it is.
+    pub fn keep_tests(&self) -> anyhow::Result<bool> {
+        match Self::kept(self.kernel)? {
+            Some(mut kept) if kept.commit == self.commit && self.passed() => {
+                kept.tests.extend(self.tests.iter().map(|(name, passed)| (name.clone(), *passed)));
+                kept.keep()?;
+                Ok(true)
+            }
+            _ => Ok(false),
+        }
     }
 
     /// Keeps it for the document about all kernels.
