@@ -56,7 +56,7 @@ fn emulator(arch: Arch) -> &'static str {
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Report {
     pub kernel: Kernel,
-    /// What was tested, as git names it.
+    /// What was tested, as git names it; then what tests were run again at.
     pub commit: String,
     /// As `uname` says: release and version.
     pub release: String,
@@ -96,16 +96,15 @@ impl Report {
         dir().join("kept").join(format!("{}.json", kernel.name()))
     }
 
-    /// Adds tests that were run again to what is kept of this kernel, where that is of the same commit. Whether it is.
+    /// Adds tests that were run again, and their commit, to what is kept of this kernel. Whether they were.
     pub fn keep_tests(&self) -> anyhow::Result<bool> {
-        match Self::kept(self.kernel)? {
-            Some(mut kept) if kept.commit == self.commit && self.passed() => {
-                kept.tests.extend(self.tests.iter().map(|(name, passed)| (name.clone(), *passed)));
-                kept.keep()?;
-                Ok(true)
-            }
-            _ => Ok(false),
+        let Some(mut kept) = Self::kept(self.kernel)?.filter(|_| self.passed()) else { return Ok(false) };
+        if !kept.commit.contains(&self.commit) {
+            kept.commit += &format!(", {}", self.commit);
         }
+        kept.tests.extend(self.tests.iter().map(|(name, passed)| (name.clone(), *passed)));
+        kept.keep()?;
+        Ok(true)
     }
 
     /// Keeps it for the document about all kernels.

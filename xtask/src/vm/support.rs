@@ -9,7 +9,8 @@ const HEAD: &str = "\
 
 Made by `cargo xtask vm`, which boots the stock Debian kernels below in QEMU and runs the end-to-end tests of the native
 workload in each, and those of Python stacks on the CPython 3.9, 3.11 and 3.13 of Debian; nothing here was written by hand.
-It is written once all of them have passed, each at the commit that stands beside it.
+It is written once all of them have passed, each at the commit that stands beside it; a second one is that of tests that had
+failed and were run again.
 
 ";
 
