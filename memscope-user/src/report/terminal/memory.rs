@@ -132,11 +132,12 @@ impl Report<'_> {
         for ooms in places.iter().take(OOMS_SHOWN) {
             let (device, first) = ooms[0];
             self.one_oom(out, device, first);
-            if let [_, again @ .., (_, last)] = &ooms[..] {
-                let largest = ooms[1..].iter().map(|(_, oom)| oom.requested).max().unwrap_or(0);
+            let again = &ooms[1..];
+            if let Some((_, last)) = again.last() {
+                let largest = again.iter().map(|(_, oom)| oom.requested).max().unwrap_or(0);
                 let text = format!(
                     "  and {} refused there, of at most {}, the last in step {}",
-                    units::were(again.len() as u64 + 1, "more request"),
+                    units::were(again.len() as u64, "more request"),
                     units::bytes(largest),
                     last.step
                 );
